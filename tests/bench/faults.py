@@ -30,10 +30,9 @@ COLUMNS = (
     "learner steps lost",
 )
 
+DUPLICATE = "Duplicate jobid"
 FRESH = 3
 """Steps after a recovery: of the first ones the batches may have been there before."""
-SAVED_S = 5.0
-"""The controller saves its state so often."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +102,12 @@ def node_of(run: Run, wanted: str, unwanted: str = "") -> str:
     return next((node for node in nodes if node not in avoided), nodes[0])
 
 
+def has_fresh_job(run: Run) -> bool:
+    """Whether one has started less than ten seconds ago: the controller may not have saved that."""
+    command = ("squeue", "-h", "-a", "-r", "-t", "RUNNING", "-o", "%M")
+    return any(clock.startswith("0:0") for clock in run.cluster.run(*command, user="root").stdout.split())
+
+
 # faults
 
 
@@ -148,9 +153,12 @@ def preempt_rollout(run: Run) -> Hit:
 def walltime(run: Run) -> Hit:
     """Two minutes are the least that a notice of 20 s allows; the clock starts when one is warned."""
     alive = lambda: {node.owner for node in run.alive("reward")}  # noqa: E731
-    before = run.until("a reward worker", alive, ticks=False)  # under load none may have beaten just now
-    gone = lambda: before - alive()  # noqa: E731
-    return Hit(("reward",), run.until("a walltime", gone, ticks=False), began=time.monotonic())
+    before = run.until("a reward worker", alive, ticks=False)  # all may have been warned just now
+
+    def warned() -> set[str]:
+        return {o for o in before if run.sights[o].node.state == "draining" or not run.dir.node(o).exists()}
+
+    return Hit(("reward",), run.until("a walltime", warned, ticks=False), began=time.monotonic())
 
 
 def lose_power(run: Run, node: str) -> None:
@@ -198,8 +206,8 @@ def cut(run: Run) -> Hit:
 
 
 def controller_killed(run: Run) -> Hit:
-    """It would give a job whose start it has not saved yet to a node once more, and then hold it."""
-    time.sleep(2 * SAVED_S)
+    """A job whose start it has not saved would need a tick; `slurmctld-start` is that row."""
+    run.until("no fresh job", lambda: not has_fresh_job(run))
     began = time.monotonic()
     run.cluster.daemon_kill("slurmctld", signal.SIGKILL)
     refused = run.refused
@@ -210,28 +218,24 @@ def controller_killed(run: Run) -> Hit:
 
 
 def controller_killed_after_start(run: Run) -> Hit:
-    """It gives the job to its node once more. The node, which has it, drains itself; the job is held."""
+    """The controller starts the job again. The node has it already, and drains itself; the job is held."""
     job = some(run, "rollout")[0]
-    hit = Hit(("rollout",), victims(run, job), lambda: resume_all(run))
+    hit = Hit(("rollout",), victims(run, job), lambda: run.cluster.resume(DUPLICATE))
     run.cluster.run("scontrol", "requeue", job.name, user="root")
-    started = lambda: [j for j in some(run, "rollout", 4) if j.name == job.name and j.restarts > job.restarts]  # noqa: E731
-    run.until("another start", started, ticks=False)
+
+    def is_started() -> bool:
+        return any(job.name == now.name and job.restarts < now.restarts for now in some(run, "rollout", 99))
+
+    run.until("another start", is_started, ticks=False)
     run.cluster.daemon_kill("slurmctld", signal.SIGKILL)
     run.cluster.daemon_start("slurmctld")
     return hit
 
 
-def resume_all(run: Run) -> None:
-    """As an administrator does with nodes that drained themselves."""
-    for node in run.cluster.layout.nodes:
-        words = ("scontrol", "update", f"nodename={node}", "state=resume")
-        run.cluster.run(*words, user="root", check=False)  # which refuses it for nodes that work
-
-
 def controller_killed_after_submission(run: Run) -> Hit:
-    """It forgets what it was just told, of which it has saved nothing."""
+    """The controller forgets the submission, or only that it has started the jobs."""
     struck = some(run, "rollout", 2)
-    hit = Hit(("rollout",), victims(run, *struck))
+    hit = Hit(("rollout",), victims(run, *struck), lambda: run.cluster.resume(DUPLICATE))
     run.cluster.run("scancel", *(job.name for job in struck))
     run.until("the jobs' end", lambda: len(run.jobs("rollout")) == run.counts["rollout"] - 2, ticks=False)
     run.tick()

@@ -55,12 +55,7 @@ class Chaos:
         self._mends = [mend for mend in self._mends if mend not in due]
         for _, _, act in due:
             act()
-        lines = self.run.cluster.run("sinfo", "-h", "-N", "-o", "%N %T", user="root", check=False).stdout
-        for node, state in {tuple(line.split()) for line in lines.splitlines()}:
-            if state.startswith("drain"):  # of a job that came twice; an administrator looks and resumes
-                self.run.cluster.run(
-                    "scontrol", "update", f"nodename={node}", "state=resume", user="root", check=False
-                )
+        self.run.cluster.resume()
 
     def _later(self, what: str, most_s: float, act: Callable[[], object]) -> None:
         self._mends.append((time.monotonic() + self.rng.uniform(1.0, most_s), what, act))

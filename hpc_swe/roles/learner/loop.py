@@ -199,10 +199,9 @@ def _next(
 
 
 def _wait(learner: Learner, source: BatchSource) -> BatchManifest | Order:
-    while True:
-        decision = on_rank_zero(learner.ranks, lambda: source.wait(learner.step))
-        if decision is not None:
-            return decision
+    while (decision := on_rank_zero(learner.ranks, lambda: source.wait(learner.step))) is None:
+        pass  # the other ranks have had an answer before their broadcast timed out
+    return decision
 
 
 def _validate(

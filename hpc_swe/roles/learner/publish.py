@@ -125,8 +125,9 @@ class Publisher(Generic[L]):
             self._commit(stage, final, manifest)
         self._exported = self._learner.step
         self._parent, self._deltas = version, 0 if parent is None else self._deltas + 1
-        form, size = "full" if parent is None else "delta", sum(each.size for each in manifest.files.values())
-        on_rank_zero(self._ranks, lambda: log.info("exported %s: %s, %d bytes", version.name, form, size))
+        size = sum(info.size for info in manifest.files.values())
+        if self._ranks.rank == 0:
+            log.info("exported %s: %s, %d bytes", version.name, "full" if parent is None else "delta", size)
 
     def republish_weights(self) -> None:
         """Publish the current weights as a full version, under the next incarnation: no folder changes."""
@@ -172,7 +173,8 @@ class Publisher(Generic[L]):
             )
             self._commit(stage, final, manifest)
         self._saved, self.saving_s = step, time.monotonic() - began
-        on_rank_zero(self._ranks, lambda: log.info("saved step %d", step))
+        if self._ranks.rank == 0:
+            log.info("saved step %d", step)
 
     def publish_last(self: "Publisher[Learner]") -> None:
         """Publish the last weights, and a checkpoint of the same incarnation; both together end training."""
@@ -202,9 +204,8 @@ class Publisher(Generic[L]):
 
     def _probe(self) -> ProbeScore:
         """Score a text with which engines check the weights that they loaded."""
-        ids = list(self._probe_ids)
-        scores = self._learner.logprobs(ids)
-        return ProbeScore(token_ids=ids, logprobs=scores, tolerance=self._learner.tolerance)
+        learner, ids = self._learner, list(self._probe_ids)
+        return ProbeScore(token_ids=ids, logprobs=learner.logprobs(ids), tolerance=learner.tolerance)
 
 
 def take_incarnation(run: RunDir) -> int:

@@ -226,6 +226,13 @@ class Cluster:
         with self._blamed_on(name):
             wait_for(f"{name} to serve", lambda: self._serves(name, daemon), every=0.02)
 
+    def resume(self, reason: str = "") -> None:
+        """An administrator resumes nodes that drained themselves, for one reason or any."""
+        listing = self._as_root("sinfo", "-h", "-a", "-N", "-o", "%N|%T|%E", check=False).stdout
+        for node, state, why in {tuple(line.split("|", 2)) for line in listing.splitlines()}:
+            if state.startswith("drain") and reason in why:
+                self._as_root("scontrol", "update", f"nodename={node}", "state=resume", check=False)
+
     def login_poweroff(self) -> None:
         """All of the ordinary users' processes on the login host die; the controller's daemons live."""
         self._end_users_of(LOGIN)

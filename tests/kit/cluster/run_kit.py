@@ -287,11 +287,10 @@ class Run:
     def state(self) -> str:
         """For people, when something did not come to pass."""
         alive = {role: [node.owner for node in self.alive(role)] for role in self.counts}
-        why = {job.id: job.reason for job in self.cluster.jobs()}
         lines = [f"alive: {alive}", f"newest step {self.newest}"]
-        lines += [f"{job} {why.get(job.name, '')}" for job in self.jobs()]
-        nodes = self.cluster.run("sinfo", "-h", "-a", "-N", "-o", "%N %T %E", user="root", check=False)
-        lines += sorted(set(nodes.stdout.splitlines()))
+        fields = "JobArrayID:8,Name:40,State:12,RestartCnt:12,NodeList:10,Reason:40"
+        for command in ("squeue", "-a", "-r", "-O", fields), ("sinfo", "-a", "-N", "-o", "%N %T %E"):
+            lines.append(self.cluster.run(*command, user="root", check=False).stdout)
         if self.dir.status.exists():
             lines.append(self.dir.status.read_text()[:2000])
         return "\n".join(lines)
