@@ -169,9 +169,9 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
         try:
             rows = pq.read_table(path).to_pylist()
         except (OSError, pa.ArrowException) as error:
-            raise ConfigError(f"[taskset] rows: {path}: {error}") from None
-        for number, row in enumerate(rows, start=1):
-            yield f"{path}: row {number}", row
+            why = f"{type(error).__name__}: {error}; python -m hpc_swe.tasks.prepare makes such a file"
+            raise ConfigError(f"[taskset] rows: {path}: {why}") from None
+        yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
     else:
         raise ConfigError(
             f"[taskset] rows: {path} is neither .jsonl nor .parquet; python -m hpc_swe.tasks.prepare "

@@ -1,4 +1,4 @@
-"""Tell whether the host or the patch made files younger than the run that graded the patch.
+"""Tell whether the host or its image, and not the patch, is why a grading went wrong.
 
 The guard believes no file that is younger than itself (`_code`). Such a file is the patch's work, unless
 somebody makes or removes unpacked images meanwhile that share their files with this one: the kernel notes a
@@ -32,6 +32,21 @@ for path in FILES:
         print(ascii(path))
         break
 """
+
+
+_with_pytest: set[str] = set()
+"""Images in which pytest was found to start."""
+
+
+def require_pytest(task: Task, sandboxes: Sandboxes) -> None:
+    """Raise SandboxError if no test could run in the task's image, whatever was submitted; look once."""
+    if task.image in _with_pytest:
+        return
+    with sandboxes.open(msgspec.structs.replace(task, files={})) as sandbox:
+        result = sandbox.python("import pytest", _LOOK_S)
+    if result.timed_out or result.exit_code:
+        raise SandboxError(f"no test of {task.task_id} can run, as pytest does not start: {ending(result)}")
+    _with_pytest.add(task.image)
 
 
 def file_time_ns() -> int:

@@ -13,7 +13,7 @@ import msgspec
 
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins import _pytest_command
-from hpc_swe.plugins.graders._images import file_time_ns, require_unchanged
+from hpc_swe.plugins.graders._images import file_time_ns, require_pytest, require_unchanged
 from hpc_swe.plugins.graders._report import KEY, verified_lines
 from hpc_swe.plugins.graders._sealed import seal
 from hpc_swe.plugins.graders.base import HiddenTestGrader, ending, guard_text, sandbox_texts
@@ -54,6 +54,8 @@ class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
         result, report = run_reliably(
             lambda: exam.run(sandboxes), lambda ended: ended[0].timed_out, task.tests.timeout_s
         )
+        if not report.outcomes:  # the patch, or the image
+            require_pytest(task, sandboxes)
         detail = ending(result) + _SEALED * bool(exam.answers)
         return self._score(exam, report, detail, time.monotonic() - started)
 

@@ -4,15 +4,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hpc_swe.errors import SandboxError
 from hpc_swe.plugins.graders._images import file_time_ns, require_unchanged
+from hpc_swe.plugins.graders.pytest import Pytest
 from hpc_swe.plugins.graders.swebench import Swebench
+from hpc_swe.plugins.patch import difference
 from hpc_swe.plugins.sandboxes.base import CommandResult, Sandbox, Sandboxes, WatchedSandboxes
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.records import Task
-from tests.kit.cheats.cheat_task import TASK
+from tests.kit.cheats.cheat_task import RIGHT, TASK, WRONG
 from tests.kit.toy import BROKEN, GONE, LATE, Checkout, Failing, make_repository, patch, task
 
 
@@ -46,6 +49,18 @@ class FailingImages(Images, frozen=True, kw_only=True):
         """A sandbox in which the look will fail."""
         with super().open(task) as sandbox:
             yield Failing(sandbox, "lstat", self.result)
+
+
+class BareImages(Process, frozen=True, kw_only=True):
+    """In which no program that needs pytest runs."""
+
+    result: CommandResult = CommandResult(exit_code=1, output="No module named 'pytest'")
+
+    @contextmanager
+    def open(self, task: Task) -> Iterator[Sandbox]:
+        """A sandbox in which every such program ends alike."""
+        with super().open(task) as sandbox:
+            yield Failing(sandbox, "pytest", self.result)
 
 
 @pytest.fixture
@@ -87,6 +102,20 @@ def test_nor_does_a_way_to_a_file_that_the_image_does_not_have(library, tmp_path
 def test_a_look_that_fails_is_no_change_and_no_accusation(library, result):
     with pytest.raises(SandboxError, match="nobody can tell whether the image of t was changed"):
         require_unchanged(TASK, FailingImages(result=result), [str(library)], 0)
+
+
+@pytest.mark.parametrize("sandboxes", [BareImages(), BareImages(result=LATE), BareImages(result=GONE)])
+def test_an_image_without_pytest_earns_no_reward(sandboxes):
+    right = difference("mod.py", WRONG, RIGHT)
+    bare = msgspec.structs.replace(TASK, image="bare")
+    with pytest.raises(SandboxError, match="no test of t can run, as pytest does not start: "):
+        Pytest().grade(bare, right, sandboxes)
+
+
+def test_a_patch_that_lets_no_test_run_pays_for_it_itself():
+    ending = difference("mod.py", WRONG, f"import os\nos._exit(0)\n{RIGHT}")
+    score = Pytest().grade(TASK, ending, Process())
+    assert (score.outcome, score.reward) == ("unresolved", 0.0)
 
 
 def test_a_file_that_is_made_next_is_not_older_than_the_time_of_files(tmp_path):
