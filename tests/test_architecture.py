@@ -58,7 +58,7 @@ BUDGETS = {
     "hpc_swe": 3_643,
     "hpc_swe/benchmarks": 3_104,
     "hpc_swe/conversation": 1_213,
-    "hpc_swe/demo": 432,
+    "hpc_swe/demo": 435,  # says how long a stage may take
     "hpc_swe/doctor": 1_271,
     "hpc_swe/evaluation": 530,
     "hpc_swe/plugins": 2_923,

@@ -39,7 +39,6 @@ from hpc_swe.store import evals, weights
 from hpc_swe.store.evals import Attempt
 from hpc_swe.tables import bars, console, say
 
-DEADLINE_S = 1800.0  # for each stage
 MODEL_S = 3600.0  # longest wait for random weights to be written
 DECODINGS = ("greedy", "sampled")
 STAGES = ("model", "sft", "before", "rejection-sft")
@@ -64,6 +63,8 @@ class Demo:
     """Only the evaluations that GRPO makes while it trains are made."""
     given: Path | None = None
     """Folder of a model to start from, in place of one with random weights."""
+    stage_min: float = 30.0
+    """Minutes that each stage may take, time in a queue included."""
 
     def make_model(self) -> Path:
         """Make the tokenizer, the chat template and random weights, unless they exist; return the folder."""
@@ -103,7 +104,7 @@ class Demo:
             config = configuration.from_words([*words, "executor.foreground=true"])
         if not run.finished.exists():
             run_control.start(run, config)
-            _watch(name, run, config)
+            _watch(name, run, config, 60 * self.stage_min)
         return run
 
 
@@ -145,11 +146,11 @@ def curve(run: RunDir, name: str) -> list[tuple[int, float]]:
     return sorted({line.step: line.values[name] for line in lines}.items())
 
 
-def _watch(name: str, run: RunDir, config: RunConfig) -> None:
+def _watch(name: str, run: RunDir, config: RunConfig, most_s: float) -> None:
     with bars() as progress:
         total = episodes(run, config) if config.mode == "eval" else config.steps
         bar = progress.add_task(f"{name:10}", total=total)
-        watch.watch(run, config, DEADLINE_S, partial(_advance, progress, bar, name), stop_on="error")
+        watch.watch(run, config, most_s, partial(_advance, progress, bar, name), stop_on="error")
         progress.update(bar, completed=total)
 
 
@@ -249,12 +250,14 @@ def main() -> None:
     names = "folder of the GRPO run in --out (default: grpo); several share a warm start"
     add("--name", type=run_name, help=names)
     add("--quick", action="store_true", help="evaluate only while GRPO trains, not before and after it")
+    longest = "minutes that each stage may take, time in a queue included (default: 30)"
+    add("--stage-minutes", type=cli.number(float, 0.0), default=30.0, metavar="N", help=longest)
     add("overrides", nargs="*", metavar="CONFIG", help=f"{cli.CONFIG}, for every stage")
     arguments = cli.parse(parser)
     root = arguments.out or Path(os.environ.get("HPC_SWE_RUNS", "runs")) / f"demo-{arguments.seed}"
     try:
         given = arguments.overrides, arguments.shape, arguments.name or "", arguments.quick, arguments.model
-        run(Demo(root, arguments.seed, *given), arguments.control)
+        run(Demo(root, arguments.seed, *given, arguments.stage_minutes), arguments.control)
     except KeyboardInterrupt:
         say("stopped; the same command continues from here")
         raise
