@@ -127,7 +127,7 @@ def run_cases(
     spec = folder / f"spec{size}.json"
     spec.write_text(json.dumps([case | {"out": str(folder / case["name"])} for case in cases]))
     outputs = launch(size, "worker", str(spec), timeout_s=timeout_s)
-    assert not any("common state dict differs" in each for each in outputs), "in what rank 0 saves for all"
+    assert not any("common state dict differs" in each for each in outputs), "ranks differ in a checkpoint"
     return read_answers(size, cases, folder)
 
 
