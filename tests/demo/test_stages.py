@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -9,6 +11,7 @@ from hpc_swe.demo.__main__ import Demo, of_stage, run_name
 from hpc_swe.demo.model import SIZES
 from hpc_swe.errors import HpcSweError
 from tests.kit.checkout import ROOT
+from tests.kit.run_processes import processes_of
 
 GIVEN = str(ROOT / "configs/demo_two_gpus.toml")
 
@@ -51,3 +54,13 @@ def test_a_model_for_shorter_conversations_is_not_taken_either(tmp_path):
     assert Demo(tmp_path, 0, ["rollout.context=256"]).make_model() == tmp_path / "model"
     with pytest.raises(HpcSweError, match="256 tokens, but rollout.context = 512; .* by --out"):
         Demo(tmp_path, 0, []).make_model()
+
+
+def test_a_stage_beyond_its_minutes_leaves_no_process(tmp_path):
+    words = ["hpc_swe.demo", "--out", str(tmp_path / "out"), "--stage-minutes", "0.001"]
+    done = subprocess.run(
+        [sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    run = tmp_path / "out/sft"
+    assert (done.returncode, f"{run}: not finished after 0.06 s" in done.stderr) == (5, True), done.stderr
+    assert processes_of(run) == []

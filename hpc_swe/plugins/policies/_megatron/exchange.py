@@ -2,8 +2,8 @@
 
 NCCL exchanges rows in kernels, which take multiprocessors from the products that they should run beside. Here
 every rank offers rows in memory that the others can read (torch's symmetric memory), and pulls theirs on a
-stream of its own. A copy engine does that without a multiprocessor; only a barrier of a few microseconds
-stands among the products.
+stream of its own. A copy engine does that without a multiprocessor; only barriers, of about a tenth of a
+millisecond each with the wait for the slowest rank, stand among the products.
 
 Two pieces of memory serve by turns. A rank fills one again two exchanges later, and between them is the
 barrier of the other one, which a rank passes when all have pulled what was offered before. Sums of ranks are
