@@ -63,8 +63,8 @@ class Demo:
     """Only the evaluations that GRPO makes while it trains are made."""
     given: Path | None = None
     """Folder of a model to start from, in place of one with random weights."""
-    stage_min: float = 30.0
-    """Minutes that each stage may take, time in a queue included."""
+    stage_minutes: float = 30.0
+    """The longest that each stage may take, time in a queue included."""
 
     def make_model(self) -> Path:
         """Make the tokenizer, the chat template and random weights, unless they exist; return the folder."""
@@ -104,7 +104,7 @@ class Demo:
             config = configuration.from_words([*words, "executor.foreground=true"])
         if not run.finished.exists():
             run_control.start(run, config)
-            _watch(name, run, config, 60 * self.stage_min)
+            _watch(name, run, config, 60 * self.stage_minutes)
         return run
 
 
@@ -146,11 +146,11 @@ def curve(run: RunDir, name: str) -> list[tuple[int, float]]:
     return sorted({line.step: line.values[name] for line in lines}.items())
 
 
-def _watch(name: str, run: RunDir, config: RunConfig, most_s: float) -> None:
+def _watch(name: str, run: RunDir, config: RunConfig, timeout_s: float) -> None:
     with bars() as progress:
         total = episodes(run, config) if config.mode == "eval" else config.steps
         bar = progress.add_task(f"{name:10}", total=total)
-        watch.watch(run, config, most_s, partial(_advance, progress, bar, name), stop_on="error")
+        watch.watch(run, config, timeout_s, partial(_advance, progress, bar, name), stop_on="error")
         progress.update(bar, completed=total)
 
 
@@ -250,8 +250,8 @@ def main() -> None:
     names = "folder of the GRPO run in --out (default: grpo); several share a warm start"
     add("--name", type=run_name, help=names)
     add("--quick", action="store_true", help="evaluate only while GRPO trains, not before and after it")
-    longest = "minutes that each stage may take, time in a queue included (default: 30)"
-    add("--stage-minutes", type=cli.number(float, 0.0), default=30.0, metavar="N", help=longest)
+    longest = f"minutes that each stage may take, time in a queue included (default: {Demo.stage_minutes:g})"
+    add("--stage-minutes", type=cli.number(float, 0.0), default=Demo.stage_minutes, metavar="N", help=longest)
     add("overrides", nargs="*", metavar="CONFIG", help=f"{cli.CONFIG}, for every stage")
     arguments = cli.parse(parser)
     root = arguments.out or Path(os.environ.get("HPC_SWE_RUNS", "runs")) / f"demo-{arguments.seed}"

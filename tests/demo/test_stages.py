@@ -12,6 +12,7 @@ from hpc_swe.demo.model import SIZES
 from hpc_swe.errors import HpcSweError
 from tests.kit.checkout import ROOT
 from tests.kit.run_processes import processes_of
+from tests.kit.waiting import until
 
 GIVEN = str(ROOT / "configs/demo_two_gpus.toml")
 
@@ -63,4 +64,4 @@ def test_a_stage_beyond_its_minutes_leaves_no_process(tmp_path):
     )
     run = tmp_path / "out/sft"
     assert (done.returncode, f"{run}: not finished after 0.06 s" in done.stderr) == (5, True), done.stderr
-    assert processes_of(run) == []
+    until(lambda: processes_of(run) == [], "the end of its processes")
