@@ -21,11 +21,13 @@ from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies.base import (
     DescribedLearner,
+    Learner,
     LossConfig,
     Objective,
     OptimizerConfig,
     PolicyOfTensors,
     Ranks,
+    Tensors,
 )
 from hpc_swe.records import Batch, Record
 
@@ -88,22 +90,33 @@ class Trainer(Protocol):
 
 def build(plan: Plan) -> Trainer:
     """Build the trainer of a column; raise ConfigError where the policy cannot be built without files."""
+    if plan.column not in PEERS:
+        return build_learner(plan)
+    import torch
+
+    from hpc_swe.benchmarks.fsdp2 import Fsdp2Trainer
+
+    peer, dtype = PEERS[plan.column], getattr(torch, plan.policy["dtype"])
+    return Fsdp2Trainer(peer, Path(plan.model), dtype, OptimizerConfig(), _tensors(plan))
+
+
+def build_learner(plan: Plan) -> Learner:
+    """Build our learner; raise ConfigError where the policy cannot be built without files."""
+    policy = plugins.load("policies", plan.policy)
+    if not isinstance(policy, PolicyOfTensors):
+        raise ConfigError(f"[policy] type = {plan.policy['type']!r} loads weights from files only")
+    return policy.build_from(Path(plan.model), OptimizerConfig(), _tensors(plan), sum(plan.workload.lengths))
+
+
+def _tensors(plan: Plan) -> Tensors:
     import torch
 
     from hpc_swe.benchmarks.random_weights import RandomWeights
 
-    model, dtype = Path(plan.model), getattr(torch, plan.policy["dtype"])
     rank, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     device = torch.device("cuda", gpus.of_rank(rank, count, os.environ)) if count else torch.device("cpu")
-    tensors = RandomWeights(ModelShape.read(model), dtype, device)
-    if plan.column in PEERS:
-        from hpc_swe.benchmarks.fsdp2 import Fsdp2Trainer
-
-        return Fsdp2Trainer(PEERS[plan.column], model, dtype, OptimizerConfig(), tensors)
-    policy = plugins.load("policies", plan.policy)
-    if not isinstance(policy, PolicyOfTensors):
-        raise ConfigError(f"[policy] type = {plan.policy['type']!r} loads weights from files only")
-    return policy.build_from(model, OptimizerConfig(), tensors, sum(plan.workload.lengths))
+    shape, dtype = ModelShape.read(Path(plan.model)), getattr(torch, plan.policy["dtype"])
+    return RandomWeights(shape, dtype, device)
 
 
 def measure(plan: Plan) -> Measured:

@@ -75,6 +75,21 @@ def read_policy(overrides: Sequence[str]) -> dict[str, Any]:
     return table
 
 
+def require_gpus(table: dict[str, Any], ranks: int) -> None:
+    """Raise ConfigError where this node has too few GPUs for the table [policy]."""
+    if table["device"] == "gpu":
+        gpus.require("benchmark", gpus.needed(ranks, os.environ), os.environ)
+
+
+def require_ranks(table: dict[str, Any], ranks: int, model: Path) -> None:
+    """Raise ConfigError where so many ranks cannot train the model by the table [policy]."""
+    settings: Policy = plugins.load("policies", table)
+    if ranks % settings.processes:
+        raise ConfigError(f"--ranks {ranks} is no multiple of the {settings.processes} of [policy]")
+    if isinstance(settings, EstimatedPolicy):
+        settings.check_model(model, ranks // settings.processes)
+
+
 def measure_all(benchmark: Benchmark, columns: Sequence[str]) -> dict[str, Measured | str]:
     """Measure the columns; where one has too little memory, measure the one that needs less as well."""
     found: dict[str, Measured | str] = {}
@@ -236,13 +251,9 @@ def _benchmark(arguments: argparse.Namespace, folder: Path) -> Benchmark:
     model = shapes.find_or_write(arguments.shape, folder / "model")
     parallel = [f"policy.tensor_parallel={arguments.tensor_parallel}"] * (arguments.tensor_parallel > 1)
     policy = read_policy([*parallel, *arguments.overrides])
-    if policy["device"] == "gpu" and not arguments.estimate:
-        gpus.require("benchmark", gpus.needed(arguments.ranks, os.environ), os.environ)
-    settings: Policy = plugins.load("policies", policy)
-    if arguments.ranks % settings.processes:
-        raise ConfigError(f"--ranks {arguments.ranks} is no multiple of the {settings.processes} of [policy]")
-    if isinstance(settings, EstimatedPolicy):
-        settings.check_model(model, arguments.ranks // settings.processes)
+    if not arguments.estimate:
+        require_gpus(policy, arguments.ranks)
+    require_ranks(policy, arguments.ranks, model)
     workload = Workload(
         lengths=parse_lengths(arguments.lengths),
         vary=arguments.vary,

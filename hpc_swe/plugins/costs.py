@@ -13,13 +13,6 @@ class Part:
     formula: str
     bytes: float
     inodes: int = 0
-    ranks: tuple[int, int] = (1, 1)
-    """Of how many neighbouring ranks the first so many have it: (the first, of these)."""
-
-    def most(self, neighbours: int) -> int:
-        """Return how many ranks have it on the node where most do, if so many ranks share each node."""
-        first, stride = self.ranks
-        return min(neighbours, first * max(1, neighbours // stride))
 
 
 @dataclass(frozen=True)

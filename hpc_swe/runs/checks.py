@@ -207,7 +207,7 @@ def _host_memory(_: RunDir, config: RunConfig) -> Iterator[str]:
         listed = ", ".join(f"{part.what} {part.bytes / GIB:.1f}" for part in parts)
         yield (
             f"[executor] {grant.key} is less than the {needed:.1f} GiB of host memory that the learner's job "
-            f"takes on its fullest node ({listed}); ask for more, or keep less there"
+            f"takes on each node ({listed}); ask for more, or keep less there"
         )
 
 

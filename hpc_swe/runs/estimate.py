@@ -51,14 +51,13 @@ def engine(config: RunConfig) -> MemoryEstimate | None:
 
 
 def host(config: RunConfig) -> list[Part]:
-    """Estimate what the learner's job surely keeps in the memory of its fullest node, beside programs."""
+    """Estimate what the learner's job surely keeps in the memory of each node, beside programs."""
     found, served, executor = learner(config), engine(config), config.executor
     if found is None:
         return []
     grant = executor.memory_grant("learner") if isinstance(executor, GrantsMemory) else None
     count = processes("learner", config) // (grant.nodes if grant else 1)
-    most = [(each, each.most(count)) for each in found.host]
-    parts = [Part(each.what, f"{ranks} x {each.formula}", ranks * each.bytes) for each, ranks in most]
+    parts = [Part(each.what, f"{count} x {each.formula}", count * each.bytes) for each in found.host]
     if not is_hybrid(config):
         return parts
     parts.append(_moved("hybrid: the learner's state", count, found))

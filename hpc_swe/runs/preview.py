@@ -16,7 +16,7 @@ from hpc_swe.runs.control import require_alike
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import submissions
 
-HOST = "host memory of the learner's job on its fullest node"
+HOST = "host memory of the learner's job on each node"
 BESIDE = "beside this: the programs themselves, and files that are read and written"
 
 

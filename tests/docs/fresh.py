@@ -122,6 +122,8 @@ RULES = (
     (r"python -m hpc_swe\.demo .*demo_(?:two_)?gpu.*", LOOKED_UP, "needs a GPU"),
     (r"python -m hpc_swe\.benchmarks\.learner --shape (?!tiny).*", LOOKED_UP, "needs a GPU"),
     (r"python -m hpc_swe\.benchmarks\.learner --shape tiny .*", RUN, r"\g<0>"),
+    (r"python -m hpc_swe\.benchmarks\.checkpoint --shape (?!tiny).*", LOOKED_UP, "needs GPUs"),
+    (r"python -m hpc_swe\.benchmarks\.checkpoint --shape tiny .*", RUN, r"\g<0>"),
     (r"python -m hpc_swe\.benchmarks\.weights --shape (?!tiny).*", LOOKED_UP, "needs two GPUs"),
     (r"python -m hpc_swe\.benchmarks\.weights --shape tiny .*", RUN, r"\g<0>"),
     (r"python -m hpc_swe\.benchmarks\.delta .*", LOOKED_UP, "needs two versions of a run"),

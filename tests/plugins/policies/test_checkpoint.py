@@ -64,6 +64,9 @@ def runs(tmp_path_factory):
             first("-hosted-bf16", BF16 | {"offload_optimizer": 0.6}, "sharded"),
             again("fetched-bf16", "-hosted-bf16", BF16, model=str(models["sharded"])),
             again("hosted-bf16", "-bf16", BF16 | {"offload_optimizer": 1.0}, model=str(models["sharded"])),
+            first("-shared", TP1 | HALF, packing=HALVES),
+            again("same-shared", "-shared", TP1 | HALF, packing=HALVES),
+            again("tensor-parallel", "-shared", TP2),
             first("-moe", EP2, "moe", packing=HALVES),
             again("hosted-moe", "-moe", EP2 | HALF, model=str(models["moe"]), packing=HALVES),
             again("same-moe", "-moe", EP2, model=str(models["moe"]), packing=HALVES),
@@ -91,7 +94,7 @@ def weights(folder, name):
     return found
 
 
-@pytest.mark.parametrize("kind", ["", "-plain", "-bf16", "-moe"])
+@pytest.mark.parametrize("kind", ["", "-plain", "-bf16", "-shared", "-moe"])
 def test_replay_after_a_resume_and_two_rests_is_bit_equal(runs, kind):
     """In a rest the learner moves all that it keeps on its device to host memory and back."""
     folder, answers = runs
@@ -127,6 +130,7 @@ def test_state_in_host_memory_changes_no_bit_of_a_step_or_a_resume(runs, name, l
         ("one", "first"),
         ("one-plain", "first-plain"),
         ("data-parallel", "first"),
+        ("tensor-parallel", "first-shared"),
         ("moe-pipeline-parallel", "first-moe"),
         ("moe-expert-parallel", "first-moe-pipeline"),
         ("moe-context-parallel", "first-moe-pipeline"),
@@ -179,9 +183,12 @@ def measured(tmp_path_factory):
     do = [("train", 1), ("measure", str(folder / "words"))]
     words = {"name": "words", "model": str(table), "packing": HALVES, "do": do}
     answers |= gang.run_cases(2, [case | words], folder / "out")
+    for rank, found in enumerate(answers["shared"]):
+        files = (folder / "shared").glob(f"__{rank}_*.distcp")
+        found["written_bytes"] = sum(path.stat().st_size for path in files)
     for name, ranks in answers.items():
         for rank in ranks:
-            print(name, {key: rank[key] for key in rank if key.startswith(("saved_", "loaded_", "state_"))})
+            print(name, {key: rank[key] for key in rank if key.endswith(("_s", "_bytes"))})
     return answers
 
 
@@ -192,8 +199,14 @@ def test_a_checkpoint_of_state_in_host_memory_copies_none_of_it(measured):
     assert rank["saved_bytes"] < rank["state_bytes"] / 4
 
 
+def test_ranks_that_share_state_write_about_as_much_each(measured):
+    one, other = (rank["written_bytes"] for rank in measured["shared"])
+    assert one + other > 7 * measured["shared"][0]["state_bytes"] / 3
+    assert 0.9 < one / other < 1.1
+
+
 def test_a_resume_takes_less_host_memory_than_its_checkpoint(measured):
-    """A dry run lists what a save takes; each rank of a job that needs more to resume is killed for ever."""
+    """Each rank of a job that needs more to resume is killed for ever."""
     (rank,) = measured["hosted"]
     assert rank["loaded_bytes"] < rank["state_bytes"] / 2
     for rank in measured["shared"]:

@@ -12,7 +12,7 @@ import torch  # noqa: E402
 from hpc_swe.errors import ProtocolError  # noqa: E402
 from hpc_swe.plugins.costs import GIB  # noqa: E402
 from hpc_swe.plugins.policies._megatron import pinned  # noqa: E402
-from hpc_swe.plugins.policies._megatron.gathered import ByParameter  # noqa: E402
+from hpc_swe.plugins.policies._megatron.gathered import ByParameter, share_out  # noqa: E402
 from hpc_swe.plugins.policies._megatron.hosted import Hosted, choose, divide  # noqa: E402
 from hpc_swe.plugins.policies._megatron.pinned import HostRoom, MemoryClaim  # noqa: E402
 from tests.kit.ranks import gang  # noqa: E402
@@ -185,9 +185,30 @@ def test_memory_that_one_rank_is_refused_ends_all_with_its_message(tmp_path):
     assert reference.endswith("; train without it (0)")
 
 
-def test_rank_that_writes_nothing_of_a_checkpoint_copies_nothing():
+def test_rank_copies_only_what_it_writes_of_a_checkpoint():
     ByParameter([]).fill(0, torch.empty(7, device="meta"))  # whose values cannot be copied
     written = ByParameter([(0, 3), (4, 6)])
-    written.fill(2, torch.arange(2.0, 5.0))
-    assert written[slice(0, 3)].tolist() == [0, 0, 2]
-    assert written[slice(4, 6)].tolist() == [4, 0]
+    written.fill(0, torch.arange(2.0))
+    written.fill(2, torch.arange(2.0, 7.0))
+    assert written[slice(0, 3)].tolist() == [0, 1, 2]
+    assert written[slice(4, 6)].tolist() == [4, 5]
+    assert written[slice(6, 9)].is_meta
+    assert written[slice(6, 9)].shape == (3,)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "begun", "loads"),
+    [
+        ([5, 1, 1, 1, 1, 1], 2, 0, [5, 5]),
+        ([4] * 7, 2, 4, [16, 16]),
+        ([3, 3], 3, 9, [9, 3, 3]),
+        ([7, 2], 1, 1, [10]),
+        ([], 2, 0, [0, 0]),
+    ],
+)
+def test_ranks_write_about_as_much_of_a_checkpoint_each(sizes, ranks, begun, loads):
+    writers = share_out(sizes, ranks, begun)
+    found = [begun * (rank == 0) for rank in range(ranks)]
+    for size, writer in zip(sizes, writers, strict=True):
+        found[writer] += size
+    assert found == loads

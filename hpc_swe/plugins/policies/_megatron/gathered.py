@@ -1,20 +1,24 @@
 """Gather the optimizer's state for a checkpoint on the data-parallel ranks that write it.
 
 Megatron's own method takes 36 bytes of host memory for each parameter of a rank on all ranks, and 8 of each
-GPU. This one takes the 12 bytes of the result, where it is written, and pieces of fixed size; what a rank has
-alone in host memory is not copied at all.
+GPU. Here each rank gathers and writes the state of a part of the parameters, 12 bytes for each of them, in
+pieces of fixed size. What a rank has alone is not copied: its writers take each tensor from where it is.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 KEYS = ("param", "exp_avg", "exp_avg_sq")
+BYTES = 4
+"""Of each of them, for one parameter."""
 PIECE = 16 * 2**20
 """Values of all ranks that are gathered at one time."""
 
@@ -27,7 +31,7 @@ class OwnParameters:
         self._tensors = tensors
 
     def __getitem__(self, place: slice) -> Tensor:
-        return self._tensors[place.start].detach().reshape(-1).cpu()
+        return self._tensors[place.start].detach().reshape(-1)
 
 
 class Shapes:
@@ -37,23 +41,21 @@ class Shapes:
         return torch.empty(place.stop - place.start, dtype=torch.float32, device="meta")
 
 
-class ByParameter:
-    """Hold a buffer's values as a tensor for each parameter: the writer would copy views of a large one."""
+class ByParameter(Shapes):
+    """Hold some parameters' values, each in a tensor: the writer would copy views of a large one."""
 
-    def __init__(self, places: list[tuple[int, int]]) -> None:
-        """Hold zeros for parameters that lie from one index of the buffer to another one."""
+    def __init__(self, places: Sequence[tuple[int, int]]) -> None:
+        """Make room for parameters that lie from one index of the buffer to another one."""
         self._starts = sorted(start for start, _ in places)
-        self._values = {start: torch.zeros(end - start, dtype=torch.float32) for start, end in places}
+        self._values = {start: torch.empty(end - start, dtype=torch.float32) for start, end in places}
 
     def __getitem__(self, place: slice) -> Tensor:
-        """Return the values of the parameter that lies there."""
-        return self._values[place.start]
+        """Return the values of the parameter that lies there, or its shape where another rank has them."""
+        found = self._values.get(place.start)
+        return super().__getitem__(place) if found is None else found
 
     def fill(self, first: int, values: Tensor) -> None:
         """Copy values that begin at the index `first` of the buffer; between parameters there is padding."""
-        if not self._starts:  # this rank writes nothing, so it copies nothing to the host
-            return
-        values = values.cpu()
         for start in self._starts[max(0, bisect_right(self._starts, first) - 1) :]:
             if start >= first + len(values):
                 return
@@ -63,18 +65,28 @@ class ByParameter:
                 held[low - start : high - start] = values[low - first : high - first]
 
 
+def share_out(sizes: Sequence[int], ranks: int, begun: int) -> list[int]:
+    """Return which rank writes each tensor, so that all write about as much, the first `begun` beside it."""
+    loads = [begun] + [0] * (ranks - 1)
+    found = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        found[index] = loads.index(min(loads))
+        loads[found[index]] += sizes[index]
+    return found
+
+
 def gather_states(
     self: DistributedOptimizer,
     use_gloo_comm: bool = True,
     empty_data: bool = False,
     return_on_all_ranks: bool = False,
-) -> dict[Any, Any] | None:
-    """Return what get_parameter_state_dp_zero returns; None on ranks that have nothing to write.
+) -> dict[Any, Any]:
+    """Return what get_parameter_state_dp_zero returns, with shapes for what other ranks write.
 
     With `empty_data` each rank gets shapes without values, as loaded.py needs them.
     """
-    writes = self.data_parallel_group.rank() == 0
     found: dict[Any, Any] = {"buckets_coalesced": True}
+    written = _places_to_write(self)
     for number, (buffer, ranges) in enumerate(zip(self.buffers, self.gbuf_ranges, strict=True)):
         [(dtype, buckets)] = ranges.items()
         if empty_data:
@@ -86,31 +98,64 @@ def gather_states(
             own = {key: OwnParameters({at: part[key] for at, part in parts.items()}) for key in KEYS}
             found[number] = {dtype: own}
             continue
-        places = [(start, end) for start, end, _ in buffer.param_index_map.values() if writes]
-        whole = {key: ByParameter(places) for key in KEYS}
+        whole = {key: ByParameter(written[number, key]) for key in KEYS}
         for bucket, of_rank in zip(buffer.buckets, buckets, strict=True):
             for key in KEYS:
                 for first, values in _gathered(self, bucket.grad_data.numel(), of_rank["param_map"], key):
                     whole[key].fill(bucket.offset + first, values)
-        found[number] = {dtype: {**whole, "numel_unpadded": buffer.numel_unpadded}}
-    return found if writes or empty_data else None
+        found[number] = {dtype: whole}
+    return found
+
+
+def only_own(state: Mapping[int, Mapping[str, ShardedBase]]) -> dict[int, dict[str, ShardedBase]]:
+    """Return the tensors that this rank has values of, marked as those to write, whichever rank it is.
+
+    Megatron would save an empty dictionary, and take it for a state when it loads.
+    """
+    found: dict[int, dict[str, ShardedBase]] = {}
+    for index, tensors in state.items():
+        for key, each in tensors.items():
+            if not each.data.is_meta:
+                found.setdefault(index, {})[key] = replace(each, replica_id=(*each.replica_id[:-1], 0))
+    return found
+
+
+def _places_to_write(optimizer: DistributedOptimizer) -> dict[tuple[int, str], list[tuple[int, int]]]:
+    """Return where the tensors lie that this rank writes, by the number of the buffer and the key.
+
+    The first rank writes the weights, too.
+    """
+    group = optimizer.data_parallel_group
+    every = [
+        (number, key, param, (start, end))
+        for number, buffer in enumerate(optimizer.buffers)
+        for param, (start, end, _) in buffer.param_index_map.items()
+        for key in KEYS
+    ]
+    weights = sum(param.nbytes for _, key, param, _ in every if key == KEYS[0])
+    writers = share_out([BYTES * param.numel() for _, _, param, _ in every], group.size(), weights)
+    found: dict[tuple[int, str], list[tuple[int, int]]] = {}
+    for (number, key, _, place), writer in zip(every, writers, strict=True):
+        places = found.setdefault((number, key), [])
+        if writer == group.rank():
+            places.append(place)
+    return found
 
 
 def _gathered(
     optimizer: DistributedOptimizer, length: int, of_rank: Mapping[Any, Any], key: str
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield pieces of a bucket, of which all ranks have equally long shares, and where they begin."""
-    group = optimizer.data_parallel_group
-    share, most = length // group.size(), max(1, PIECE // group.size())
+    group, size = optimizer.data_parallel_group, optimizer.data_parallel_group.size()
+    share, most = length // size, max(1, PIECE // size)
+    device = torch.cuda.current_device()
+    own, every = (torch.zeros(count * most, dtype=torch.float32, device=device) for count in (1, size))
     for start in range(0, share, most):
-        end = min(share, start + most)
-        piece = torch.zeros(end - start, dtype=torch.float32, device=torch.cuda.current_device())
-        for place, values in _values(optimizer, of_rank, key, (start, end)):
-            piece[place] = values
-        pieces = [piece]
-        if group.size() > 1:
-            pieces = [torch.empty_like(piece) for _ in range(group.size())]
-            dist.all_gather(pieces, piece, group)
+        bounds = (start, min(share, start + most))
+        for place, values in _values(optimizer, of_rank, key, bounds):
+            own[place] = values
+        pieces = [part[: bounds[1] - start] for part in every.split(most)]
+        dist.all_gather(pieces, own[: bounds[1] - start], group)
         for rank, found in enumerate(pieces):
             yield rank * share + start, found
 

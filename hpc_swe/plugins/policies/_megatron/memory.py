@@ -34,6 +34,8 @@ CROWDED = 1.25
 """Tokens of a GPU's own experts, in a step whose routing is uneven, for each one that it has on average."""
 SPARE = 0.15
 """Share of the peak that the allocator may need more, because packs differ in length."""
+GATHERED = 12
+"""Bytes that a parameter's state takes where it is gathered, whatever the precision of the weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,29 +122,20 @@ def _on_host(
             "reference, and policy meanwhile", f"2 x {weights}", reference_memory(shape, policy) * is_copied
         ),
         _last_version(shape, policy, data_parallel, kept, "host"),
-        *_written(shape, policy, data_parallel),
+        _gathered(shape, policy, data_parallel),
     ]
 
 
-def _written(shape: ModelShape, policy: MegatronSettings, data_parallel: int) -> list[Part]:
-    """Return what ranks collect for a checkpoint.
+def _gathered(shape: ModelShape, policy: MegatronSettings, data_parallel: int) -> Part:
+    """Return what a rank gathers for a checkpoint, of the state that several ranks share.
 
-    The first of those that hold the same parameters writes them. What it has alone in host memory is written
-    from there. A checkpoint that is read takes less, because it comes in pieces.
+    Each of them writes that of a part of the parameters. What a rank has alone is written from where it is. A
+    checkpoint that is read takes less, because it comes in pieces.
     """
-    tp, ep = policy.tensor_parallel, policy.expert_parallel
-    stage = tp * policy.context_parallel * data_parallel
-    hosted = policy.offload_optimizer * _sizes_in_bytes(policy)[1]
-    (dense, experts), adapters = _parts(shape, policy), adapter_parameters(shape, policy)
-    what, pp = "a checkpoint that is written", " / pp" * (policy.pipeline_parallel > 1)
-    parts = [(what, "L" if adapters else f"P / tp{pp}", adapters or dense + experts, tp)]
-    if ep > 1:
-        parts = [(what, f"(P - E) / tp{pp}", dense, tp), (f"{what}: experts", f"E / ep{pp}", experts, ep)]
-    found = []
-    for name, formula, count, writers in parts:
-        saved = _saved_bytes(policy) - hosted * (writers == stage)
-        found.append(Part(name, f"{saved:.4g} {formula}", saved * count, ranks=(writers, stage)))
-    return found
+    divided = {name: share for name, share in _divided(shape, policy, data_parallel).items() if share[1] > 1}
+    count = sum(number / copies for number, copies in divided.values())
+    which = "P" if len(divided) > 1 else next(iter(divided), "P")
+    return Part("a checkpoint that is written", f"{GATHERED} {which} / processes", GATHERED * count)
 
 
 def _last_version(
@@ -303,17 +296,21 @@ def _held(shape: ModelShape, policy: MegatronSettings) -> float:
 
 def _stepped(shape: ModelShape, policy: MegatronSettings, data_parallel: int) -> float:
     """Return how many parameters a rank's optimizer updates."""
+    return sum(count / copies for count, copies in _divided(shape, policy, data_parallel).values())
+
+
+def _divided(
+    shape: ModelShape, policy: MegatronSettings, data_parallel: int
+) -> dict[str, tuple[float, float]]:
+    """Return by kind how many parameters a rank trains, and how many ranks divide their state."""
+    copies = policy.context_parallel * data_parallel if policy.distributed_optimizer else 1
     if adapters := adapter_parameters(shape, policy):
-        copies = policy.context_parallel * data_parallel
-        return adapters / copies if policy.distributed_optimizer else adapters
-    if not policy.distributed_optimizer:
-        return _held(shape, policy)
-    copies = policy.context_parallel * data_parallel
+        return {"L": (adapters, copies)}
     dense, experts = _parts(shape, policy)
-    of_experts = (
-        copies * policy.tensor_parallel / policy.expert_parallel if policy.expert_parallel > 1 else copies
-    )
-    return dense / copies + experts / of_experts
+    if policy.expert_parallel == 1:
+        return {"P": (dense + experts, copies)}
+    of_experts = copies * policy.tensor_parallel / policy.expert_parallel
+    return {"(P - E)": (dense, copies), "E": (experts, of_experts)}
 
 
 def files(shape: ModelShape, policy: MegatronSettings) -> tuple[Part, Part]:

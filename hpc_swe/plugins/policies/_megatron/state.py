@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint import CheckpointException
 
 from hpc_swe.errors import StorageError
-from hpc_swe.plugins.policies._megatron import compat, hosted, loaded, pinned
+from hpc_swe.plugins.policies._megatron import compat, gathered, hosted, loaded, pinned
 from hpc_swe.plugins.policies._megatron.lora import Adapters
 from hpc_swe.plugins.policies._megatron.model import PolicyModel
 from hpc_swe.plugins.policies._megatron.origins import Origin
@@ -168,7 +168,7 @@ class Checkpointer:
             state |= {"adapters": self._adapters.identity}
             state |= {"origins": {each.role: dict(each.digests) for each in self._origins}}
             try:
-                with compat.collect_metadata_errors() as failures, self._sparing_memory():
+                with compat.collect_metadata_errors() as failures:
                     strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=WRITERS)
                     dist_checkpointing.save(state, str(folder), strategy, content_metadata=CONTENT)
             except CheckpointException as error:  # raised on all ranks, whichever failed to write
@@ -179,11 +179,6 @@ class Checkpointer:
         for failure in self._ranks.broadcast(failures):
             with atomic.storage(folder):
                 raise failure
-
-    def _sparing_memory(self) -> AbstractContextManager[None]:
-        """Copy no state when host memory holds much of it."""
-        is_hosted = any(map(hosted.is_hosted, self._optimizer.chained_optimizers))
-        return compat.saving_without_copies() if is_hosted else nullcontext()
 
     def load(self, folder: Path) -> int:
         """Load a checkpoint, and return its step; raise ConfigError if it belongs to others."""
@@ -230,12 +225,13 @@ class Checkpointer:
             dict(each.sharded_state_dict(model, loading, metadata=content))
             for each in self._optimizer.chained_optimizers
         ]
-        states = [part.pop("param_state", None) for part in parts]  # None where another rank saves it
-        own = {n: {"param_state": state} for n, state in enumerate(states) if state is not None}
+        states = [part.pop("param_state", {}) for part in parts]
+        own = states if loading else map(gathered.only_own, states)
+        saved = {n: {"param_state": state} for n, state in enumerate(own) if state}
         if len(parts) == 1:
-            return {**parts[0], **own.get(0, {})}
+            return {**parts[0], **saved.get(0, {})}
         groups = [group for part in parts for group in part["optimizer"]["param_groups"]]
-        return {**parts[0], "optimizer": {"param_groups": groups}, **own}
+        return {**parts[0], "optimizer": {"param_groups": groups}, **saved}
 
     def _take_needed(self, state: dict[Any, Any]) -> list[loaded.SavedTensor]:
         """Remove what is loaded in pieces from `_optimizer_state`; return what this rank needs of it."""
