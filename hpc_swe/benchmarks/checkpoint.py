@@ -29,14 +29,13 @@ GB = 1e9
 def rows(found: SaveTimes) -> Table:
     """Return a row for each way through the bytes of a checkpoint."""
     table = tables.table((f"checkpoint of {found.size / GB:.2f} GB",), ("seconds", "GB/s", "of plain %"))
-    parts = {
-        "first one, without checksums": found.first_s,
-        "saved and published": found.saved_s,
-        "plain bytes, as many threads": found.plain_s,
-        "verified and loaded": found.loaded_s,
-    }
-    for name, seconds in parts.items():
-        share = "-" if seconds is found.loaded_s else f"{100 * found.plain_s / seconds:.0f}"
+    for name, seconds, is_written in (
+        ("first one, without checksums", found.first_s, True),
+        ("saved and published", found.saved_s, True),
+        ("plain bytes, as many threads", found.plain_s, True),
+        ("verified and loaded", found.loaded_s, False),
+    ):
+        share = f"{100 * found.plain_s / seconds:.0f}" if is_written else "-"
         table.add_row(name, f"{seconds:.2f}", f"{found.size / GB / seconds:.2f}", share)
     return table
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from hpc_swe.benchmarks.column import Plan, build_learner
-from hpc_swe.plugins.policies.base import LossConfig, Ranks
+from hpc_swe.plugins.policies.base import WRITERS, LossConfig, Ranks
 from hpc_swe.records import Record
 from hpc_swe.roles.learner.collective import on_rank_zero
 from hpc_swe.roles.learner.loss import PolicyObjective
@@ -21,16 +21,14 @@ from hpc_swe.roles.learner.publish import Publisher, Snapshots
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic, folders
 
-WRITERS = 8
-"""Files that each rank writes, of a checkpoint and of plain bytes."""
 PIECE = 1 << 26
 
 
 class SaveTimes(Record, frozen=True, kw_only=True):
-    """Hold the seconds of one checkpoint, by the clock of rank 0."""
+    """Hold the seconds of two checkpoints of one step, by the clock of rank 0."""
 
     size: int
-    """Bytes of all files."""
+    """Bytes of all files of one."""
     first_s: float
     """Until the first checkpoint's files are written, without checksums."""
     saved_s: float

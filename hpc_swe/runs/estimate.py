@@ -13,7 +13,7 @@ from hpc_swe.plugins.costs import GIB, MemoryEstimate, Part
 from hpc_swe.plugins.engines.base import EstimatedEngine, RoutingEngine
 from hpc_swe.plugins.executors.base import GrantsMemory, ResourceRequest, Scheduled
 from hpc_swe.plugins.model_shape import ModelShape
-from hpc_swe.plugins.policies.base import EstimatedPolicy
+from hpc_swe.plugins.policies.base import WRITERS, EstimatedPolicy
 from hpc_swe.roles.coordinator import evaluation, sft, training
 from hpc_swe.settings import RunConfig
 
@@ -23,7 +23,6 @@ COMPANIONS, COMPANION_FILES = 16e6, 8  # bytes and files of a tokenizer and of s
 CODE, CODE_FILES = 1.5e6, 240  # bytes and files of the packages that a run copies for its jobs
 CURVES = 12e3  # bytes of metrics a step, of coordinator and learner, with drawn curves
 LOG_LINE = 150  # bytes that an episode leaves in logs
-WRITERS = 8  # files that each rank writes into a checkpoint
 MOVED = ("weights", "optimizer", "last version, for deltas")  # parts of a GPU that outlast a step
 AHEAD = {"grpo": training.AHEAD, "sft": sft.AHEAD}
 

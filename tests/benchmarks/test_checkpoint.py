@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from hpc_swe.benchmarks.checkpoint import rows
+from hpc_swe.benchmarks.checkpoint_side import SaveTimes
 from tests.kit.checkout import ROOT, environment
 
 
@@ -27,6 +29,18 @@ def test_wrong_arguments_are_refused_in_one_line(tmp_path, words, message):
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_saves_are_compared_with_plain_writes():
+    times = SaveTimes(size=6_000_000_000, first_s=4.0, saved_s=6.0, plain_s=3.0, loaded_s=2.0)
+    _, *columns = rows(times).columns
+    cells = [list(column.cells) for column in columns]
+    assert list(zip(*cells, strict=True)) == [
+        ("4.00", "1.50", "75"),
+        ("6.00", "1.00", "50"),
+        ("3.00", "2.00", "100"),
+        ("2.00", "3.00", "-"),
+    ]
 
 
 @pytest.mark.slow

@@ -299,20 +299,22 @@ def test_adapters_copy_the_reference_only_where_it_is_another_folder(read, tmp_p
 @pytest.mark.parametrize(
     ("name", "settings", "data_parallel", "gib"),
     [
-        ("8B", {}, 1, 0),
-        ("8B", {"tensor_parallel": 8}, 1, 0),
+        ("8B", {}, 1, 16.2),
+        ("8B", {"tensor_parallel": 8}, 1, 16.2),
+        ("8B", {"tensor_parallel": 2, "offload_optimizer": 0.5}, 1, 0),
         ("8B", {"distributed_optimizer": False}, 8, 0),
         ("8B", {}, 8, 91.5),
         ("8B", {}, 32, 22.9),
         ("8B", {"tensor_parallel": 2}, 16, 22.9),
         ("8B", {"tensor_parallel": 4, "context_parallel": 2}, 1, 91.5),
-        ("30B-A3B", {"expert_parallel": 4}, 4, 17.2),
+        ("30B-A3B", {"expert_parallel": 4}, 4, 29.2),
         ("30B-A3B", {"expert_parallel": 4}, 8, 341.2),
         ("30B-A3B", {"expert_parallel": 4, "offload_optimizer": 0.75}, 8, 341.2),
+        ("30B-A3B", {"expert_parallel": 2, "tensor_parallel": 2}, 1, 24.0),
     ],
 )
-def test_ranks_that_share_state_gather_a_part_of_a_checkpoint_each(shape, name, settings, data_parallel, gib):
-    """Those of a node with eight GPUs; what a rank has alone is written from where it is."""
+def test_host_memory_has_room_for_what_ranks_of_a_node_write(shape, name, settings, data_parallel, gib):
+    """A part of the state that they share, and the largest tensors of what each has alone on its GPU."""
     memory = learner_memory(shape(name), Megatron(**settings), data_parallel, 4096)
     [written] = [part for part in memory.host if part.what.startswith("a checkpoint")] or [None]
     ranks = min(8, Megatron(**settings).processes * data_parallel)

@@ -211,6 +211,10 @@ class Learner(ExportingLearner, Protocol):
         """
 
 
+WRITERS = 8
+"""Files of a checkpoint that each rank writes at most, by as many threads, side by side."""
+
+
 @runtime_checkable
 class Policy(Protocol):
     """Build the learner of this process."""

@@ -22,6 +22,7 @@ def in_source() -> dict[str, bool]:
         "helper process": "Manager()" in inspect.getsource(filesystem_async._get_write_results_queue),
         "many copies of the state": "torch.zeros(" in inspect.getsource(gather),
         "writers clone parts": "ten.clone()" in inspect.getsource(writer.prepare_write_data),
+        "all tensors go to the host first": '.to("cpu"' in inspect.getsource(writer.preload_tensors),
         "writers are forked": '"fork"' in inspect.getsource(writer.write_preloaded_data_multiproc),
     }
 

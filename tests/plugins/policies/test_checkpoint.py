@@ -11,6 +11,7 @@ import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
+from hpc_swe.plugins.policies._megatron.gathered import PIECE  # noqa: E402
 from tests.kit.random_model import save_random  # noqa: E402
 from tests.kit.ranks import gang, tiny  # noqa: E402
 
@@ -77,6 +78,10 @@ def runs(tmp_path_factory):
         ],
         folder,
     )
+    quarters = [[[0]], [[1]], [[2]], [[3]]]
+    experts = {"model": str(models["moe"]), "packing": quarters}
+    words = [again("same-experts", "-experts", EP2, **experts)]
+    answers |= gang.run_cases(4, [first("-experts", EP2, "moe", packing=quarters), *words], folder)
     answers |= gang.run_cases(1, [again("one", "", TP1), again("one-plain", "-plain", TP1 | PLAIN)], folder)
     return folder, answers
 
@@ -94,7 +99,7 @@ def weights(folder, name):
     return found
 
 
-@pytest.mark.parametrize("kind", ["", "-plain", "-bf16", "-shared", "-moe"])
+@pytest.mark.parametrize("kind", ["", "-plain", "-bf16", "-shared", "-moe", "-experts"])
 def test_replay_after_a_resume_and_two_rests_is_bit_equal(runs, kind):
     """In a rest the learner moves all that it keeps on its device to host memory and back."""
     folder, answers = runs
@@ -200,9 +205,13 @@ def test_a_checkpoint_of_state_in_host_memory_copies_none_of_it(measured):
 
 
 def test_ranks_that_share_state_write_about_as_much_each(measured):
-    one, other = (rank["written_bytes"] for rank in measured["shared"])
-    assert one + other > 7 * measured["shared"][0]["state_bytes"] / 3
-    assert 0.9 < one / other < 1.1
+    state = measured["shared"][0]["state_bytes"]
+    weights = 2 / 12 * 2 * state
+    first, other = (rank["written_bytes"] for rank in measured["shared"])
+    assert other == pytest.approx(state, rel=0.1)
+    assert first == pytest.approx(state + weights, rel=0.1), "the first one writes the weights, too"
+    for rank in measured["words"]:
+        assert rank["saved_bytes"] < rank["state_bytes"] + 4 * 4 * PIECE, "its part, and pieces"
 
 
 def test_a_resume_takes_less_host_memory_than_its_checkpoint(measured):

@@ -18,6 +18,7 @@ DEFECTS = [
     "many copies of the state",
     "last files fail on rank 0 alone",
     "writers clone parts",
+    "all tensors go to the host first",
     "writers are forked",
     "norms of many values are wrong on a CPU",
 ]

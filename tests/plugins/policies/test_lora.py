@@ -17,7 +17,7 @@ from hpc_swe.plugins.engines._vllm_files import Link, Wanted, build, check_chain
 from hpc_swe.plugins.engines._vllm_update import describe  # noqa: E402
 from hpc_swe.plugins.engines.base import Weights  # noqa: E402
 from hpc_swe.plugins.model_shape import ModelShape  # noqa: E402
-from hpc_swe.plugins.policies._megatron.memory import adapter_parameters  # noqa: E402
+from hpc_swe.plugins.policies._megatron.counts import adapter_parameters  # noqa: E402
 from hpc_swe.plugins.policies.megatron import Megatron  # noqa: E402
 from hpc_swe.records import WeightManifest, WeightVersion  # noqa: E402
 from hpc_swe.rundir import RunDir  # noqa: E402

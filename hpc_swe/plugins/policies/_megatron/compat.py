@@ -48,7 +48,7 @@ def apply() -> None:
     # seconds, and outlives a rank that is killed. We save synchronously, so the answer stays in this process.
     filesystem_async._results_queue = queue.Queue()
     # filesystem_async.py:266 forks writers. It would wait for ever for one that was killed, and they see no
-    # pinned memory. Before that, line 200 copies all tensors to the host, one after another.
+    # pinned memory. Before that, line 226 copies all tensors to the host, one after another.
     writer = filesystem_async.FileSystemWriterAsync
     writer.write_preloaded_data_multiproc = staticmethod(_write_in_threads)
     writer.preload_tensors = staticmethod(lambda buckets, _non_blocking: buckets)
@@ -179,7 +179,7 @@ def hiding_pinned_memory() -> Iterator[None]:
 def _prepare_without_copies(self: Any, plan: Any, planner: Any) -> None:
     """Prepare files to be written from the memory in which tensors are, of the host and of the GPU.
 
-    filesystem_async.py:136 clones what is a part of a larger storage. Here a tensor is no part of another's.
+    filesystem_async.py:136 clones what is a part of a larger storage: torch.save would write all of that.
     """
     resolve = planner.resolve_data
     planner.resolve_data = lambda item: _with_own_storage(resolve(item))

@@ -17,8 +17,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 KEYS = ("param", "exp_avg", "exp_avg_sq")
-BYTES = 4
-"""Of each of them, for one parameter."""
+"""Tensors of a parameter's state, all in float32."""
 PIECE = 16 * 2**20
 """Values of all ranks that are gathered at one time."""
 
@@ -42,7 +41,7 @@ class Shapes:
 
 
 class ByParameter(Shapes):
-    """Hold some parameters' values, each in a tensor: the writer would copy views of a large one."""
+    """Hold the values of some parameters of a buffer; other ranks have the rest."""
 
     def __init__(self, places: Sequence[tuple[int, int]]) -> None:
         """Make room for parameters that lie from one index of the buffer to another one."""
@@ -65,10 +64,9 @@ class ByParameter(Shapes):
                 held[low - start : high - start] = values[low - first : high - first]
 
 
-def share_out(sizes: Sequence[int], ranks: int, begun: int) -> list[int]:
-    """Return which rank writes each tensor, so that all write about as much, the first `begun` beside it."""
-    loads = [begun] + [0] * (ranks - 1)
-    found = [0] * len(sizes)
+def share_out(sizes: Sequence[int], ranks: int) -> list[int]:
+    """Return which rank writes each tensor, so that all ranks write about as many values."""
+    loads, found = [0] * ranks, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         found[index] = loads.index(min(loads))
         loads[found[index]] += sizes[index]
@@ -86,7 +84,7 @@ def gather_states(
     With `empty_data` each rank gets shapes without values, as loaded.py needs them.
     """
     found: dict[Any, Any] = {"buckets_coalesced": True}
-    written = _places_to_write(self)
+    written = {} if empty_data or self.data_parallel_group.size() == 1 else _places_to_write(self)
     for number, (buffer, ranges) in enumerate(zip(self.buffers, self.gbuf_ranges, strict=True)):
         [(dtype, buckets)] = ranges.items()
         if empty_data:
@@ -123,7 +121,7 @@ def only_own(state: Mapping[int, Mapping[str, ShardedBase]]) -> dict[int, dict[s
 def _places_to_write(optimizer: DistributedOptimizer) -> dict[tuple[int, str], list[tuple[int, int]]]:
     """Return where the tensors lie that this rank writes, by the number of the buffer and the key.
 
-    The first rank writes the weights, too.
+    A tied table of words counts on the last stage of a pipeline, too, though the first one writes it.
     """
     group = optimizer.data_parallel_group
     every = [
@@ -132,8 +130,7 @@ def _places_to_write(optimizer: DistributedOptimizer) -> dict[tuple[int, str], l
         for param, (start, end, _) in buffer.param_index_map.items()
         for key in KEYS
     ]
-    weights = sum(param.nbytes for _, key, param, _ in every if key == KEYS[0])
-    writers = share_out([BYTES * param.numel() for _, _, param, _ in every], group.size(), weights)
+    writers = share_out([param.numel() for _, _, param, _ in every], group.size())
     found: dict[tuple[int, str], list[tuple[int, int]]] = {}
     for (number, key, _, place), writer in zip(every, writers, strict=True):
         places = found.setdefault((number, key), [])
@@ -147,7 +144,7 @@ def _gathered(
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield pieces of a bucket, of which all ranks have equally long shares, and where they begin."""
     group, size = optimizer.data_parallel_group, optimizer.data_parallel_group.size()
-    share, most = length // size, max(1, PIECE // size)
+    share, most = length // size, max(1, min(length, PIECE) // size)
     device = torch.cuda.current_device()
     own, every = (torch.zeros(count * most, dtype=torch.float32, device=device) for count in (1, size))
     for start in range(0, share, most):

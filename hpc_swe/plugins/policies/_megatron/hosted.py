@@ -8,7 +8,6 @@ treats every element alone, so the step gives the same bits as one whose state s
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
@@ -88,12 +87,6 @@ def host_states(optimizer: MegatronOptimizer, share: float, ranks: TorchRanks) -
     room = pinned.take(KEY, sum(part.bytes for part in parts), ranks, "choose a smaller share")
     for part in parts:
         part.move(room)
-
-
-def is_hosted(optimizer: DistributedOptimizer) -> bool:
-    """Tell whether host memory holds some of the optimizer's state."""
-    step = vars(optimizer.optimizer).get("step")
-    return isinstance(step, MethodType) and isinstance(step.__self__, HostedStates)
 
 
 def choose(groups: Sequence[dict[str, Any]], share: float) -> list[tuple[int, Tensor]]:

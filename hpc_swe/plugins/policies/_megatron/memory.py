@@ -21,8 +21,9 @@ from msgspec.structs import replace
 
 from hpc_swe.plugins.costs import GIB, MemoryEstimate, Part
 from hpc_swe.plugins.model_shape import ModelShape
+from hpc_swe.plugins.policies._megatron import counts
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
-from hpc_swe.plugins.policies.base import Kept
+from hpc_swe.plugins.policies.base import WRITERS, Kept
 
 EVEN_ROUTING = (
     "expert_parallel: the peak is that of even routing; a GPU whose experts get more tokens than others' "
@@ -69,7 +70,7 @@ def learner_memory(
     """
     if policy.recompute == "auto":
         return _every_level(shape, policy, data_parallel, tokens, kept)
-    size, _ = _sizes_in_bytes(policy)
+    size, _ = counts.sizes_in_bytes(policy)
     whole, tokens = tokens, -(-tokens // policy.context_parallel)
     held = _states(shape, policy, data_parallel)
     if (base := _last_version(shape, policy, data_parallel, kept, "gpu")).bytes:
@@ -87,7 +88,7 @@ def learner_memory(
         Part(f"at most: {moment[1]}", f"logprob_chunk = {policy.logprob_chunk}", moment[0]),
     ]
     peak = sum(part.bytes for part in held) + saved + moment[0]
-    adapters = adapter_parameters(shape, policy)
+    adapters = counts.adapter_parameters(shape, policy)
     return MemoryEstimate(
         f"memory of each learner {'GPU' if policy.gpus else 'rank'}: P = {shape.parameters.total:,}, "
         + ", ".join(
@@ -106,8 +107,8 @@ def _on_host(
     shape: ModelShape, policy: MegatronSettings, data_parallel: int, kept: Sequence[Kept]
 ) -> list[Part]:
     """Return what a rank takes of the host; of the initial model adapters leave a copy anyway."""
-    size, states = _sizes_in_bytes(policy)
-    adapters, stepped = adapter_parameters(shape, policy), _stepped(shape, policy, data_parallel)
+    size, states = counts.sizes_in_bytes(policy)
+    adapters, stepped = counts.adapter_parameters(shape, policy), counts.stepped(shape, policy, data_parallel)
     weights, _, optimizer = _formulas(shape, policy, data_parallel)
     share = policy.offload_optimizer
     is_copied = "other reference" in kept or ("initial model" in kept and not adapters)
@@ -116,26 +117,32 @@ def _on_host(
         Part(
             "weights below adapters",
             f"{size} P / tp, adapted layers",
-            size * _adapted_parameters(shape, policy),
+            size * counts.adapted_parameters(shape, policy),
         ),
         Part(
             "reference, and policy meanwhile", f"2 x {weights}", reference_memory(shape, policy) * is_copied
         ),
         _last_version(shape, policy, data_parallel, kept, "host"),
-        _gathered(shape, policy, data_parallel),
+        _written(shape, policy, data_parallel),
     ]
 
 
-def _gathered(shape: ModelShape, policy: MegatronSettings, data_parallel: int) -> Part:
-    """Return what a rank gathers for a checkpoint, of the state that several ranks share.
+def _written(shape: ModelShape, policy: MegatronSettings, data_parallel: int) -> Part:
+    """Return what a rank takes for a checkpoint that it writes; one that is read takes less, piece by piece.
 
-    Each of them writes that of a part of the parameters. What a rank has alone is written from where it is. A
-    checkpoint that is read takes less, because it comes in pieces.
+    Of the state that several ranks share each gathers a part. Of what is on its GPU alone, each thread takes
+    one tensor at a time, and all of them the largest ones first.
     """
-    divided = {name: share for name, share in _divided(shape, policy, data_parallel).items() if share[1] > 1}
-    count = sum(number / copies for number, copies in divided.values())
-    which = "P" if len(divided) > 1 else next(iter(divided), "P")
-    return Part("a checkpoint that is written", f"{GATHERED} {which} / processes", GATHERED * count)
+    divided = counts.divided(shape, policy, data_parallel)
+    shared = {kind: count / copies for kind, (count, copies) in divided.items() if copies > 1}
+    tensors = counts.largest_tensors(shape, policy, data_parallel, WRITERS)
+    kind = "P" if len(shared) > 1 else next(iter(shared), "")
+    share = "dp" if policy.context_parallel == 1 else "(dp cp)"
+    whole = f"{GATHERED} L / {share}" if kind == "L" else f"{GATHERED} {kind} / processes"
+    words = [whole] * bool(shared) + [f"the {WRITERS} largest tensors"] * bool(tensors)
+    return Part(
+        "a checkpoint that is written", " + ".join(words), GATHERED * sum(shared.values()) + sum(tensors)
+    )
 
 
 def _last_version(
@@ -143,25 +150,15 @@ def _last_version(
 ) -> Part:
     """Return the values that deltas start from, if they are there; adapters start from the model's folder."""
     is_there = "last version" in kept and policy.delta_base == place and not policy.lora_rank
-    size, divided = _sizes_in_bytes(policy)[0], replace(policy, distributed_optimizer=True)
-    count = _stepped(shape, divided, data_parallel)
+    size, divided = counts.sizes_in_bytes(policy)[0], replace(policy, distributed_optimizer=True)
+    count = counts.stepped(shape, divided, data_parallel)
     return Part("last version, for deltas", f"{size} P / processes", size * count * is_there)
-
-
-def _sizes_in_bytes(policy: MegatronSettings) -> tuple[int, int]:
-    """Return the bytes of a weight, and of the optimizer's state of one."""
-    return (2, 12) if policy.dtype == "bfloat16" else (4, 8)
-
-
-def _saved_bytes(policy: MegatronSettings) -> int:
-    """Return what a parameter takes in a checkpoint; a distributed optimizer saves float32 weights twice."""
-    return sum(_sizes_in_bytes(policy)) + 4 * (policy.dtype == "float32" and policy.distributed_optimizer)
 
 
 def _states(shape: ModelShape, policy: MegatronSettings, data_parallel: int) -> list[Part]:
     """Return what a rank holds all the time: weights, gradients and optimizer state."""
-    count, adapters = _held(shape, policy), adapter_parameters(shape, policy)
-    size, states = _sizes_in_bytes(policy)
+    count, adapters = counts.held(shape, policy), counts.adapter_parameters(shape, policy)
+    size, states = counts.sizes_in_bytes(policy)
     weights, gradients, optimizer = _formulas(shape, policy, data_parallel)
     kept = 1 - policy.offload_optimizer
     return [
@@ -170,20 +167,20 @@ def _states(shape: ModelShape, policy: MegatronSettings, data_parallel: int) -> 
         Part(
             "optimizer",
             f"{f'{kept:.4g} x ' * (kept < 1)}{optimizer}",
-            kept * states * _stepped(shape, policy, data_parallel),
+            kept * states * counts.stepped(shape, policy, data_parallel),
         ),
     ]
 
 
 def _formulas(shape: ModelShape, policy: MegatronSettings, data_parallel: int) -> tuple[str, str, str]:
     """Return what a rank's weights, gradients and the whole optimizer's state take, as formulas."""
-    count, adapters = _held(shape, policy), adapter_parameters(shape, policy)
-    size, states = _sizes_in_bytes(policy)
+    count, adapters = counts.held(shape, policy), counts.adapter_parameters(shape, policy)
+    size, states = counts.sizes_in_bytes(policy)
     share = "P / tp" if policy.expert_parallel == 1 else "((P - E) / tp + E / ep)"
     share += " / pp" if policy.pipeline_parallel > 1 else ""
     trained = "L" if adapters else share
     copies = "dp" if policy.context_parallel == 1 else "(dp cp)"
-    is_divided = _stepped(shape, policy, data_parallel) < (adapters or count)
+    is_divided = counts.stepped(shape, policy, data_parallel) < (adapters or count)
     whole = f"({share} + L)" if adapters else share
     return f"{size} {whole}", f"4 {trained}", f"{states} {trained}{f' / {copies}' * is_divided}"
 
@@ -246,31 +243,7 @@ def _computed_again(shape: ModelShape, level: str, tokens: int) -> float:
 def reference_memory(shape: ModelShape, policy: MegatronSettings) -> float:
     """Return the bytes of host memory that each rank pins for the weights of reference and policy."""
     size = 2 if policy.dtype == "bfloat16" else 4
-    return 2.0 * size * _held(shape, policy)
-
-
-def adapter_parameters(shape: ModelShape, policy: MegatronSettings) -> int:
-    """Return the parameters of a rank's adapters, each of rank * (inputs + outputs), one of them divided."""
-    tp, found = policy.tensor_parallel, 0
-    for inputs, outputs, is_row in _adapted(shape, policy):
-        found += inputs // tp + outputs if is_row else inputs + outputs // tp
-    return policy.lora_rank * shape.layers * found
-
-
-def _adapted_parameters(shape: ModelShape, policy: MegatronSettings) -> float:
-    """Return the parameters of a rank's matrices that have adapters."""
-    sizes = (inputs * outputs for inputs, outputs, _ in _adapted(shape, policy))
-    return shape.layers * sum(sizes) / policy.tensor_parallel
-
-
-def _adapted(shape: ModelShape, policy: MegatronSettings) -> list[tuple[int, int, bool]]:
-    """Return inputs and outputs of a layer's adapted matrices, and whether ranks divide the inputs."""
-    heads, groups = shape.heads * shape.head_dim, shape.groups * shape.head_dim
-    columns, rows = [heads, groups, groups], [(heads, shape.hidden, True)]
-    attention = [(shape.hidden, outputs, False) for outputs in columns] + rows
-    mlp = [(shape.hidden, shape.ffn, False)] * 2 + [(shape.ffn, shape.hidden, True)]
-    chosen = {"all": attention + mlp, "attention": attention, "mlp": mlp}
-    return chosen[policy.lora_layers] if policy.lora_rank else []
+    return 2.0 * size * counts.held(shape, policy)
 
 
 def _sizes(policy: MegatronSettings) -> dict[str, int]:
@@ -282,43 +255,16 @@ def _sizes(policy: MegatronSettings) -> dict[str, int]:
     }
 
 
-def _parts(shape: ModelShape, policy: MegatronSettings) -> tuple[float, float]:
-    """Return a rank's parameters of its largest stage, and its part of the experts'."""
-    known, tp, pp = shape.parameters, policy.tensor_parallel, policy.pipeline_parallel
-    tables = known.tables if pp == 1 else shape.vocab * shape.hidden
-    ranks = policy.expert_parallel if policy.expert_parallel > 1 else tp
-    return (tables + known.split / pp) / tp + known.whole / pp, known.experts / pp / ranks
-
-
-def _held(shape: ModelShape, policy: MegatronSettings) -> float:
-    return sum(_parts(shape, policy))
-
-
-def _stepped(shape: ModelShape, policy: MegatronSettings, data_parallel: int) -> float:
-    """Return how many parameters a rank's optimizer updates."""
-    return sum(count / copies for count, copies in _divided(shape, policy, data_parallel).values())
-
-
-def _divided(
-    shape: ModelShape, policy: MegatronSettings, data_parallel: int
-) -> dict[str, tuple[float, float]]:
-    """Return by kind how many parameters a rank trains, and how many ranks divide their state."""
-    copies = policy.context_parallel * data_parallel if policy.distributed_optimizer else 1
-    if adapters := adapter_parameters(shape, policy):
-        return {"L": (adapters, copies)}
-    dense, experts = _parts(shape, policy)
-    if policy.expert_parallel == 1:
-        return {"P": (dense + experts, copies)}
-    of_experts = copies * policy.tensor_parallel / policy.expert_parallel
-    return {"(P - E)": (dense, copies), "E": (experts, of_experts)}
-
-
 def files(shape: ModelShape, policy: MegatronSettings) -> tuple[Part, Part]:
     """Return one exported version and one checkpoint."""
-    count, (size, _), state = shape.parameters.total, _sizes_in_bytes(policy), _saved_bytes(policy)
+    count, (size, _), state = (
+        shape.parameters.total,
+        counts.sizes_in_bytes(policy),
+        counts.saved_bytes(policy),
+    )
     if policy.lora_rank:
         alone = msgspec.structs.replace(policy, tensor_parallel=1, sequence_parallel=False)
-        adapters = adapter_parameters(shape, alone)
+        adapters = counts.adapter_parameters(shape, alone)
         whole = Part("weights/", f"{size} (P + L)", size * (count + adapters))
         return whole, Part("checkpoints/", f"{state} L", state * adapters)
     return Part("weights/", f"{size} P", size * count), Part("checkpoints/", f"{state} P", state * count)

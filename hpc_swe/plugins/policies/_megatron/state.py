@@ -25,11 +25,9 @@ from hpc_swe.plugins.policies._megatron.model import PolicyModel
 from hpc_swe.plugins.policies._megatron.origins import Origin
 from hpc_swe.plugins.policies._megatron.parallel import DTYPES, TorchRanks
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
-from hpc_swe.plugins.policies.base import OptimizerConfig
+from hpc_swe.plugins.policies.base import WRITERS, OptimizerConfig
 from hpc_swe.store import atomic, folders
 
-WRITERS = 8
-"""Files of a checkpoint for each rank: threads write and verify them, side by side."""
 KL = "learner.loss.kl_coefficient"
 CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",
