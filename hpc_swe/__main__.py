@@ -25,6 +25,7 @@ COMMANDS = {
     "tasks.make_bugs": "make buggy programs from code that works",
     "tasks.export_episodes": "write rewarded episodes as rows to train on",
     "benchmarks.learner": "measure steps of the learner",
+    "benchmarks.checkpoint": "measure how long a checkpoint takes on a file system",
     "benchmarks.weights": "measure how soon an engine serves new weights",
     "benchmarks.delta": "count what changes between two versions of weights",
     "benchmarks.sandboxes": "measure what sandboxes and gradings take",

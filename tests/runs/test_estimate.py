@@ -310,7 +310,7 @@ def test_adapters_copy_the_reference_only_where_it_is_another_folder(read, tmp_p
         ("30B-A3B", {"expert_parallel": 4}, 4, 29.2),
         ("30B-A3B", {"expert_parallel": 4}, 8, 341.2),
         ("30B-A3B", {"expert_parallel": 4, "offload_optimizer": 0.75}, 8, 341.2),
-        ("30B-A3B", {"expert_parallel": 2, "tensor_parallel": 2}, 1, 24.0),
+        ("30B-A3B", {"expert_parallel": 2, "tensor_parallel": 2}, 1, 12.0),
     ],
 )
 def test_host_memory_has_room_for_what_ranks_of_a_node_write(shape, name, settings, data_parallel, gib):
