@@ -45,7 +45,9 @@ def _arguments() -> argparse.Namespace:
     what = "Measure how long a checkpoint of the learner takes, with random weights."
     parser = cli.parser("hpc_swe.benchmarks.checkpoint", what, *examples)
     count = cli.number(int, 1)
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="where to save; nothing is left there")
+    parser.add_argument(
+        "folder", metavar="FOLDER", type=cli.folder, help="where to save; nothing is left there"
+    )
     parser.add_argument("overrides", nargs="*", metavar="policy.KEY=VALUE", help="key of [policy]")
     known = ", ".join(shapes.SHAPES)
     parser.add_argument("--shape", default="tiny", help=f"sizes of the model: {known}; or a model's folder")

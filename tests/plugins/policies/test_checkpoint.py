@@ -214,7 +214,7 @@ def test_ranks_that_share_state_write_about_as_much_each(measured):
         assert rank["saved_bytes"] < rank["state_bytes"] + 4 * 4 * PIECE, "its part, and pieces"
 
 
-def test_a_resume_takes_less_host_memory_than_its_checkpoint(measured):
+def test_a_resume_takes_host_memory_for_pieces_of_the_state(measured):
     """Each rank of a job that needs more to resume is killed for ever."""
     (rank,) = measured["hosted"]
     assert rank["loaded_bytes"] < rank["state_bytes"] / 2

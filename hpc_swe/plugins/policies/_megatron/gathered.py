@@ -142,7 +142,10 @@ def _places_to_write(optimizer: DistributedOptimizer) -> dict[tuple[int, str], l
 def _gathered(
     optimizer: DistributedOptimizer, length: int, of_rank: Mapping[Any, Any], key: str
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield pieces of a bucket, of which all ranks have equally long shares, and where they begin."""
+    """Yield where pieces of a bucket begin, and their values, which the next pieces overwrite.
+
+    All ranks have equally long shares of the bucket.
+    """
     group, size = optimizer.data_parallel_group, optimizer.data_parallel_group.size()
     share, most = length // size, max(1, min(length, PIECE) // size)
     device = torch.cuda.current_device()

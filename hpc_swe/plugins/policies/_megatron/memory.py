@@ -128,7 +128,7 @@ def _on_host(
 
 
 def _written(shape: ModelShape, policy: MegatronSettings, data_parallel: int) -> Part:
-    """Return what a rank takes for a checkpoint that it writes; one that is read takes less, piece by piece.
+    """Return what a rank takes for a checkpoint that it writes; one that is read comes in small pieces.
 
     Of the state that several ranks share each gathers a part. Of what is on its GPU alone, each thread takes
     one tensor at a time, and all of them the largest ones first.
@@ -257,11 +257,8 @@ def _sizes(policy: MegatronSettings) -> dict[str, int]:
 
 def files(shape: ModelShape, policy: MegatronSettings) -> tuple[Part, Part]:
     """Return one exported version and one checkpoint."""
-    count, (size, _), state = (
-        shape.parameters.total,
-        counts.sizes_in_bytes(policy),
-        counts.saved_bytes(policy),
-    )
+    count, state = shape.parameters.total, counts.saved_bytes(policy)
+    size, _ = counts.sizes_in_bytes(policy)
     if policy.lora_rank:
         alone = msgspec.structs.replace(policy, tensor_parallel=1, sequence_parallel=False)
         adapters = counts.adapter_parameters(shape, alone)
