@@ -78,7 +78,7 @@ def main() -> int:
         ends = {case: weights(folder / "cases" / case) for case in answers}
         for share in SHARES:
             found = answers[f"first-{share}"][0]
-            grown, state = found["grown"]
+            grown, state = found["saved_bytes"], found["state_bytes"]
             checks = {"resumed": are_equal(ends[f"first-{share}"], ends[f"again-{share}"])}
             if share != SHARES[-1]:
                 checks["as without a share"] = are_equal(ends[f"first-{share}"], ends[f"first-{SHARES[-1]}"])

@@ -28,10 +28,13 @@ def main() -> None:
 def _run(case: dict):
     from msgspec import convert
 
+    from hpc_swe.plugins.policies._megatron import gathered, state
     from hpc_swe.plugins.policies.base import LossConfig, OptimizerConfig
     from hpc_swe.plugins.policies.megatron import Megatron
     from hpc_swe.roles.learner.loss import PolicyObjective
 
+    if "piece" in case:  # values, for this case and those after it
+        gathered.PIECE, state.AHEAD = case["piece"], 8 * case["piece"]
     print("case", case["name"], flush=True)
     case["objective"] = PolicyObjective(convert(case.get("loss", {}), LossConfig))
     learner = convert(case.get("policy", {}), Megatron).build(
@@ -138,6 +141,15 @@ def _save(learner, folder: str, case: dict, found: dict) -> None:
     learner.save(_fresh(learner, Path(folder)))
 
 
+def _save_refused(learner, folder: str, case: dict, found: dict) -> None:
+    from hpc_swe.errors import StorageError
+
+    try:
+        learner.save(_fresh(learner, Path(folder)))
+    except StorageError as error:
+        found["refused"] = str(error)
+
+
 def _measure(learner, folder: str, case: dict, found: dict) -> None:
     """Save and load, and tell the seconds of both, and by how many bytes this process grew.
 
@@ -202,6 +214,7 @@ VERBS = {
     "export": _export,
     "refuse": _refuse,
     "save": _save,
+    "save_refused": _save_refused,
     "measure": _measure,
     "load": _load,
     "resume": _resume,

@@ -12,7 +12,7 @@ import torch  # noqa: E402
 from hpc_swe.errors import ProtocolError  # noqa: E402
 from hpc_swe.plugins.costs import GIB  # noqa: E402
 from hpc_swe.plugins.policies._megatron import pinned  # noqa: E402
-from hpc_swe.plugins.policies._megatron.gathered import ByParameter, share_out  # noqa: E402
+from hpc_swe.plugins.policies._megatron.gathered import share_out  # noqa: E402
 from hpc_swe.plugins.policies._megatron.hosted import Hosted, choose, divide  # noqa: E402
 from hpc_swe.plugins.policies._megatron.pinned import HostRoom, MemoryClaim  # noqa: E402
 from tests.kit.ranks import gang  # noqa: E402
@@ -183,17 +183,6 @@ def test_memory_that_one_rank_is_refused_ends_all_with_its_message(tmp_path):
     assert asked.endswith("; choose less")
     assert reference.startswith("learner.loss.kl_coefficient: rank 1 of ")
     assert reference.endswith("; train without it (0)")
-
-
-def test_rank_copies_only_what_it_writes_of_a_checkpoint():
-    ByParameter([]).fill(0, torch.empty(7, device="meta"))  # whose values cannot be copied
-    written = ByParameter([(0, 3), (4, 6)])
-    written.fill(0, torch.arange(2.0))
-    written.fill(2, torch.arange(2.0, 7.0))
-    assert written[slice(0, 3)].tolist() == [0, 1, 2]
-    assert written[slice(4, 6)].tolist() == [4, 5]
-    assert written[slice(6, 9)].is_meta
-    assert written[slice(6, 9)].shape == (3,)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,8 @@ from hpc_swe.plugins.policies._megatron.tensor_file import (  # noqa: E402
     ENTRY,
     TOGETHER,
     TensorFiles,
-    joined,
-    merged,
 )
+from hpc_swe.plugins.policies._megatron.tensor_writer import joined, merged  # noqa: E402
 
 
 def test_small_tensors_that_share_a_write_are_read_back_one_by_one(tmp_path):

@@ -6,12 +6,9 @@ each defect that a newer version no longer has. The second half lets the CPU ans
 
 import contextlib
 import logging
-import os
 import queue
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,13 +22,13 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import layers, random
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.overrides import TorchFunctionMode
 
+from hpc_swe.plugins.policies._megatron.checkpoint_files import CheckpointFiles
 from hpc_swe.plugins.policies._megatron.gathered import gather_states
 
 TESTED = "0.16.1"
-_PREPARE = filesystem_async.FileSystemWriterAsync.prepare_write_data
+_PREPARE, _WRITE = filesystem_async.FileSystemWriterAsync.prepare_write_data, "write_preloaded_data_multiproc"
 
 log = logging.getLogger(__name__)
 
@@ -47,12 +44,6 @@ def apply() -> None:
     # filesystem_async.py:55 starts a helper process for one answer: it imports the entry module again, takes
     # seconds, and outlives a rank that is killed. We save synchronously, so the answer stays in this process.
     filesystem_async._results_queue = queue.Queue()
-    # filesystem_async.py:266 forks writers. It would wait for ever for one that was killed, and they see no
-    # pinned memory. Before that, line 226 copies all tensors to the host, one after another.
-    writer = filesystem_async.FileSystemWriterAsync
-    writer.write_preloaded_data_multiproc = staticmethod(_write_in_threads)
-    writer.preload_tensors = staticmethod(lambda buckets, _non_blocking: buckets)
-    writer.prepare_write_data = _prepare_without_copies
     # distrib_optimizer.py:977 copies the state seven times on the host
     DistributedOptimizer.get_parameter_state_dp_zero = gather_states
     clip_grads.l2_norm_impl = _norm  # utils.py:1205 waits for a GPU once per parameter, and a CPU's is wrong
@@ -176,6 +167,26 @@ def hiding_pinned_memory() -> Iterator[None]:
         del Tensor.is_pinned  # of the base class, which has the true one
 
 
+@contextmanager
+def leaving_out_values() -> Iterator[CheckpointFiles]:
+    """Let Megatron write files without values, and yield what writes these.
+
+    filesystem_async.py:266 forks writers. It would wait for ever for one that was killed, and they see no
+    pinned memory. Before that, line 226 copies all tensors to the host, one after another.
+    """
+    writer = filesystem_async.FileSystemWriterAsync
+    kept = {name: vars(writer)[name] for name in ("preload_tensors", "prepare_write_data", _WRITE)}
+    with CheckpointFiles() as files:
+        writer.preload_tensors = staticmethod(lambda buckets, _non_blocking: buckets)
+        writer.prepare_write_data = _prepare_without_copies
+        setattr(writer, _WRITE, staticmethod(files.write_files))
+        try:
+            yield files
+        finally:
+            for name, each in kept.items():
+                setattr(writer, name, each)
+
+
 def _prepare_without_copies(self: Any, plan: Any, planner: Any) -> None:
     """Prepare files to be written from the memory in which tensors are, of the host and of the GPU.
 
@@ -188,39 +199,10 @@ def _prepare_without_copies(self: Any, plan: Any, planner: Any) -> None:
 
 def _with_own_storage(data: Any) -> Any:
     """Return a tensor of the host that has the memory of another one, and no storage beyond it."""
-    if not isinstance(data, Tensor) or data.is_cuda or not data.is_contiguous():
+    if not isinstance(data, Tensor) or data.device.type != "cpu" or not data.is_contiguous():
         return data
     flat = torch.from_numpy(data.detach().view(-1).view(torch.uint8).numpy())
     return flat.view(data.dtype).view(data.shape)
-
-
-def _write_in_threads(
-    transforms: list[Any], _use_msc: bool, _rank: int, buckets: list[Any], results: Any
-) -> None:
-    """Write the files of a checkpoint side by side; put their results, or one error, as Megatron does.
-
-    Each thread copies one tensor from the GPU at a time.
-    """
-
-    def write(bucket: Any) -> list[Any]:
-        path, key, (texts, tensors) = bucket
-        with Path(path).open("wb") as stream:
-            written = [_write(transforms, stream, key, *pair) for pair in (*texts, *tensors)]
-            stream.flush()
-            os.fsync(stream.fileno())
-        return written
-
-    with ThreadPoolExecutor(len(buckets)) as pool:
-        found = [pool.submit(write, bucket) for bucket in buckets]
-    error = next((each.exception() for each in found if each.exception()), None)
-    results.put(error or {index: each.result() for index, each in enumerate(found)})
-
-
-def _write(transforms: list[Any], stream: Any, key: str, item: Any, data: Any) -> Any:
-    """Write a tensor or an object into a file, and return where Megatron finds it there."""
-    data = data.cpu() if isinstance(data, Tensor) else data
-    form = SerializationFormat.TORCH_SAVE
-    return filesystem_async._write_item(*transforms, stream, data, item, key, serialization_format=form)
 
 
 # Calls to CUDA, answered by the CPU.

@@ -29,21 +29,12 @@ def held(shape: ModelShape, policy: MegatronSettings) -> float:
 
 def stepped(shape: ModelShape, policy: MegatronSettings, data_parallel: int) -> float:
     """Return how many parameters a rank's optimizer updates."""
-    return sum(count / copies for count, copies in divided(shape, policy, data_parallel).values())
-
-
-def divided(
-    shape: ModelShape, policy: MegatronSettings, data_parallel: int
-) -> dict[str, tuple[float, float]]:
-    """Return by kind how many parameters a rank trains, and how many ranks divide their state."""
     copies = policy.context_parallel * data_parallel if policy.distributed_optimizer else 1
     if adapters := adapter_parameters(shape, policy):
-        return {"L": (adapters, copies)}
+        return adapters / copies
     dense, experts = parts(shape, policy)
-    if policy.expert_parallel == 1:
-        return {"P": (dense + experts, copies)}
     of_experts = copies * policy.tensor_parallel / policy.expert_parallel
-    return {"(P - E)": (dense, copies), "E": (experts, of_experts)}
+    return dense / copies + experts / (of_experts if policy.expert_parallel > 1 else copies)
 
 
 def adapter_parameters(shape: ModelShape, policy: MegatronSettings) -> int:
@@ -68,24 +59,3 @@ def _adapted(shape: ModelShape, policy: MegatronSettings) -> list[tuple[int, int
     mlp = [(shape.hidden, shape.ffn, False)] * 2 + [(shape.ffn, shape.hidden, True)]
     chosen = {"all": attention + mlp, "attention": attention, "mlp": mlp}
     return chosen[policy.lora_layers] if policy.lora_rank else []
-
-
-def largest_tensors(
-    shape: ModelShape, policy: MegatronSettings, data_parallel: int, most: int
-) -> list[float]:
-    """Return the bytes of the largest tensors of a checkpoint that a rank has alone on its GPU.
-
-    Where the host has a share of the state, it has the largest of them.
-    """
-    if policy.offload_optimizer or policy.lora_rank or not policy.distributed_optimizer:
-        return []
-    alone = {kind for kind, (_, copies) in divided(shape, policy, data_parallel).items() if copies == 1}
-    tp, ep, found = policy.tensor_parallel, policy.expert_parallel, []
-    if alone & {"P", "(P - E)"}:
-        tables = 1 if shape.tied or policy.pipeline_parallel > 1 else 2
-        of_each = (4, 4, 4, sizes_in_bytes(policy)[0])  # three of float32, and the weights
-        found += [size * shape.vocab * shape.hidden / tp for size in of_each] * tables
-    if alone & ({"P", "E"} if shape.experts else {"P"}):
-        matrices = 2 * shape.experts / (ep if ep > 1 else tp) if shape.experts else 1 / tp
-        found += [4 * matrices * shape.ffn * shape.hidden] * most
-    return sorted(found, reverse=True)[:most]

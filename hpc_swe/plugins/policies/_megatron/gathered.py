@@ -1,12 +1,11 @@
 """Gather the optimizer's state for a checkpoint on the data-parallel ranks that write it.
 
 Megatron's own method takes 36 bytes of host memory for each parameter of a rank on all ranks, and 8 of each
-GPU. Here each rank gathers and writes the state of a part of the parameters, 12 bytes for each of them, in
-pieces of fixed size. What a rank has alone is not copied: its writers take each tensor from where it is.
+GPU. Here each rank writes the state of a part of the parameters, which it gathers in pieces of fixed size.
+What a rank has alone is written from where it is.
 """
 
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +14,9 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
+
+from hpc_swe.plugins.policies._megatron.checkpoint_files import CheckpointFiles
+from hpc_swe.plugins.policies._megatron.tensor_writer import TensorWriter
 
 KEYS = ("param", "exp_avg", "exp_avg_sq")
 """Tensors of a parameter's state, all in float32."""
@@ -41,27 +43,19 @@ class Shapes:
 
 
 class ByParameter(Shapes):
-    """Hold the values of some parameters of a buffer; other ranks have the rest."""
+    """Stand for a buffer of which this rank writes some parameters, and others the rest."""
 
-    def __init__(self, places: Sequence[tuple[int, int]]) -> None:
-        """Make room for parameters that lie from one index of the buffer to another one."""
-        self._starts = sorted(start for start, _ in places)
-        self._values = {start: torch.empty(end - start, dtype=torch.float32) for start, end in places}
+    def __init__(self, size: int, own: Container[int]) -> None:
+        """Take the number of values, and the index of the first one of each parameter of this rank."""
+        self.whole, self._own = torch.empty(size, dtype=torch.float32, device="meta"), own
 
     def __getitem__(self, place: slice) -> Tensor:
-        """Return the values of the parameter that lies there, or its shape where another rank has them."""
-        found = self._values.get(place.start)
-        return super().__getitem__(place) if found is None else found
+        """Return a part of `whole`, or only its shape where another rank writes it."""
+        return self.whole[place] if place.start in self._own else super().__getitem__(place)
 
-    def fill(self, first: int, values: Tensor) -> None:
-        """Copy values that begin at the index `first` of the buffer; between parameters there is padding."""
-        for start in self._starts[max(0, bisect_right(self._starts, first) - 1) :]:
-            if start >= first + len(values):
-                return
-            held = self._values[start]
-            low, high = max(first, start), min(first + len(values), start + len(held))
-            if low < high:
-                held[low - start : high - start] = values[low - first : high - first]
+    def has(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a part of `whole`."""
+        return bool(tensor.untyped_storage()._cdata == self.whole.untyped_storage()._cdata)
 
 
 def share_out(sizes: Sequence[int], ranks: int) -> list[int]:
@@ -79,14 +73,15 @@ def gather_states(
     empty_data: bool = False,
     return_on_all_ranks: bool = False,
 ) -> dict[Any, Any]:
-    """Return what get_parameter_state_dp_zero returns, with shapes for what other ranks write.
+    """Return what get_parameter_state_dp_zero returns, with shapes for values that ranks share.
 
-    With `empty_data` each rank gets shapes without values, as loaded.py needs them.
+    `write` gathers these. With `empty_data` each rank gets shapes alone, as loaded.py needs them.
     """
     found: dict[Any, Any] = {"buckets_coalesced": True}
-    written = {} if empty_data or self.data_parallel_group.size() == 1 else _places_to_write(self)
+    shared = {} if empty_data or self.data_parallel_group.size() == 1 else _to_write(self)
+    self.shared = shared  # for `write`
     for number, (buffer, ranges) in enumerate(zip(self.buffers, self.gbuf_ranges, strict=True)):
-        [(dtype, buckets)] = ranges.items()
+        [dtype] = ranges
         if empty_data:
             found[number] = {dtype: dict.fromkeys(KEYS, Shapes())}
             continue
@@ -96,67 +91,79 @@ def gather_states(
             own = {key: OwnParameters({at: part[key] for at, part in parts.items()}) for key in KEYS}
             found[number] = {dtype: own}
             continue
-        whole = {key: ByParameter(written[number, key]) for key in KEYS}
-        for bucket, of_rank in zip(buffer.buckets, buckets, strict=True):
-            for key in KEYS:
-                for first, values in _gathered(self, bucket.grad_data.numel(), of_rank["param_map"], key):
-                    whole[key].fill(bucket.offset + first, values)
-        found[number] = {dtype: whole}
+        found[number] = {dtype: {key: shared[number, key] for key in KEYS}}
     return found
 
 
-def only_own(state: Mapping[int, Mapping[str, ShardedBase]]) -> dict[int, dict[str, ShardedBase]]:
-    """Return the tensors that this rank has values of, marked as those to write, whichever rank it is.
+def write(optimizer: DistributedOptimizer, files: CheckpointFiles, writer: TensorWriter) -> None:
+    """Gather what ranks share, and write this rank's parts of it. All ranks must call this together."""
+    if not optimizer.shared:
+        return
+    for number, (buffer, ranges) in enumerate(zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True)):
+        [buckets] = ranges.values()
+        for key in KEYS:
+            places = files.shared(optimizer.shared[number, key].whole)
+            for bucket, of_rank in zip(buffer.buckets, buckets, strict=True):
+                for first, values in _gathered(optimizer, bucket, of_rank["param_map"], key):
+                    places.write(bucket.offset + first, values, writer)
+
+
+def only_own(
+    optimizer: DistributedOptimizer, state: Mapping[int, Mapping[str, ShardedBase]]
+) -> dict[int, dict[str, ShardedBase]]:
+    """Return the tensors that this rank writes, marked as those to write, whichever rank it is.
 
     Megatron would save an empty dictionary, and take it for a state when it loads.
     """
     found: dict[int, dict[str, ShardedBase]] = {}
     for index, tensors in state.items():
         for key, each in tensors.items():
-            if not each.data.is_meta:
+            if not each.data.is_meta or any(part.has(each.data) for part in optimizer.shared.values()):
                 found.setdefault(index, {})[key] = replace(each, replica_id=(*each.replica_id[:-1], 0))
     return found
 
 
-def _places_to_write(optimizer: DistributedOptimizer) -> dict[tuple[int, str], list[tuple[int, int]]]:
-    """Return where the tensors lie that this rank writes, by the number of the buffer and the key.
+def _to_write(optimizer: DistributedOptimizer) -> dict[tuple[int, str], ByParameter]:
+    """Return what this rank writes of each buffer, by its number and the key.
 
     A tied table of words counts on the last stage of a pipeline, too, though the first one writes it.
     """
     group = optimizer.data_parallel_group
     every = [
-        (number, key, param, (start, end))
+        (number, key, param, start)
         for number, buffer in enumerate(optimizer.buffers)
-        for param, (start, end, _) in buffer.param_index_map.items()
+        for param, (start, _, _) in buffer.param_index_map.items()
         for key in KEYS
     ]
     writers = share_out([param.numel() for _, _, param, _ in every], group.size())
-    found: dict[tuple[int, str], list[tuple[int, int]]] = {}
-    for (number, key, _, place), writer in zip(every, writers, strict=True):
-        places = found.setdefault((number, key), [])
+    own = {each[:2]: set[int]() for each in every}
+    for (number, key, _, start), writer in zip(every, writers, strict=True):
         if writer == group.rank():
-            places.append(place)
-    return found
+            own[number, key].add(start)
+    return {
+        (number, key): ByParameter(optimizer.buffers[number].numel, starts)
+        for (number, key), starts in own.items()
+    }
 
 
 def _gathered(
-    optimizer: DistributedOptimizer, length: int, of_rank: Mapping[Any, Any], key: str
+    optimizer: DistributedOptimizer, bucket: Any, of_rank: Mapping[Any, Any], key: str
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield where pieces of a bucket begin, and their values, which the next pieces overwrite.
+    """Yield where pieces of a bucket begin in it, and their values, which the next pieces overwrite.
 
     All ranks have equally long shares of the bucket.
     """
     group, size = optimizer.data_parallel_group, optimizer.data_parallel_group.size()
-    share, most = length // size, max(1, min(length, PIECE) // size)
-    device = torch.cuda.current_device()
+    share, device = bucket.grad_data.numel() // size, torch.cuda.current_device()
+    most = max(1, min(share, PIECE // size))
     own, every = (torch.zeros(count * most, dtype=torch.float32, device=device) for count in (1, size))
     for start in range(0, share, most):
         bounds = (start, min(share, start + most))
         for place, values in _values(optimizer, of_rank, key, bounds):
             own[place] = values
-        pieces = [part[: bounds[1] - start] for part in every.split(most)]
-        dist.all_gather(pieces, own[: bounds[1] - start], group)
-        for rank, found in enumerate(pieces):
+        count = bounds[1] - start
+        dist.all_gather_into_tensor(every[: size * count], own[:count], group)
+        for rank, found in enumerate(every[: size * count].split(count)):
             yield rank * share + start, found
 
 

@@ -23,7 +23,7 @@ from hpc_swe.plugins.costs import GIB, MemoryEstimate, Part
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies._megatron import counts
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
-from hpc_swe.plugins.policies.base import WRITERS, Kept
+from hpc_swe.plugins.policies.base import Kept
 
 EVEN_ROUTING = (
     "expert_parallel: the peak is that of even routing; a GPU whose experts get more tokens than others' "
@@ -35,8 +35,6 @@ CROWDED = 1.25
 """Tokens of a GPU's own experts, in a step whose routing is uneven, for each one that it has on average."""
 SPARE = 0.15
 """Share of the peak that the allocator may need more, because packs differ in length."""
-GATHERED = 12
-"""Bytes that a parameter's state takes where it is gathered, whatever the precision of the weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,26 +121,7 @@ def _on_host(
             "reference, and policy meanwhile", f"2 x {weights}", reference_memory(shape, policy) * is_copied
         ),
         _last_version(shape, policy, data_parallel, kept, "host"),
-        _written(shape, policy, data_parallel),
     ]
-
-
-def _written(shape: ModelShape, policy: MegatronSettings, data_parallel: int) -> Part:
-    """Return what a rank takes for a checkpoint that it writes; one that is read comes in small pieces.
-
-    Of the state that several ranks share each gathers a part. Of what is on its GPU alone, each thread takes
-    one tensor at a time, and all of them the largest ones first.
-    """
-    divided = counts.divided(shape, policy, data_parallel)
-    shared = {kind: count / copies for kind, (count, copies) in divided.items() if copies > 1}
-    tensors = counts.largest_tensors(shape, policy, data_parallel, WRITERS)
-    kind = "P" if len(shared) > 1 else next(iter(shared), "")
-    share = "dp" if policy.context_parallel == 1 else "(dp cp)"
-    whole = f"{GATHERED} L / {share}" if kind == "L" else f"{GATHERED} {kind} / processes"
-    words = [whole] * bool(shared) + [f"the {WRITERS} largest tensors"] * bool(tensors)
-    return Part(
-        "a checkpoint that is written", " + ".join(words), GATHERED * sum(shared.values()) + sum(tensors)
-    )
 
 
 def _last_version(

@@ -4,6 +4,7 @@ torch's own reader loads the whole tensor beside its place, however few rows of 
 often larger than all else that a rank loads at a time.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.futures import Future
 
 from hpc_swe.errors import CorruptRecord
+from hpc_swe.plugins.policies.base import WRITERS
 
 LARGE = 2**22
 """Bytes of a saved tensor at least; finding where the rows of one lie takes a millisecond."""
@@ -27,7 +29,9 @@ class RowReader(CachedMetadataFileSystemReader):  # type: ignore[misc]
     """Read a checkpoint as its base class does, but rows of large tensors without the other rows."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        left = [item for item in plan.items if not self._read_rows(item, planner)]
+        with ThreadPoolExecutor(WRITERS) as pool:
+            is_read = list(pool.map(lambda item: self._read_rows(item, planner), plan.items))
+        left = [item for item, done in zip(plan.items, is_read, strict=True) if not done]
         done: Future[None] = super().read_data(replace(plan, items=left), planner)
         return done
 

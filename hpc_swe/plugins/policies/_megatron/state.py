@@ -20,15 +20,19 @@ from torch.distributed.checkpoint import CheckpointException
 
 from hpc_swe.errors import StorageError
 from hpc_swe.plugins.policies._megatron import compat, gathered, hosted, loaded, pinned
+from hpc_swe.plugins.policies._megatron.checkpoint_files import CheckpointFiles
 from hpc_swe.plugins.policies._megatron.lora import Adapters
 from hpc_swe.plugins.policies._megatron.model import PolicyModel
 from hpc_swe.plugins.policies._megatron.origins import Origin
 from hpc_swe.plugins.policies._megatron.parallel import DTYPES, TorchRanks
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
+from hpc_swe.plugins.policies._megatron.tensor_writer import TensorWriter
 from hpc_swe.plugins.policies.base import WRITERS, OptimizerConfig
 from hpc_swe.store import atomic, folders
 
 KL = "learner.loss.kl_coefficient"
+AHEAD = 1 << 29
+"""Bytes of gathered values that may wait to be written."""
 CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -160,7 +164,7 @@ class Checkpointer:
 
     def save(self, folder: Path, step: int) -> None:
         """Write a checkpoint into an empty folder; return, or raise StorageError, on all ranks together."""
-        with compat.cpu_as_cuda(), compat.hiding_pinned_memory():
+        with compat.cpu_as_cuda(), compat.hiding_pinned_memory(), compat.leaving_out_values() as files:
             compat.prepare_state(self._optimizer)
             state = self._state(loading=False) | {"step": step, "random": torch.get_rng_state()}
             state |= {"adapters": self._adapters.identity}
@@ -174,9 +178,23 @@ class Checkpointer:
                 if refusal is None:
                     raise
                 raise refusal from error
-        for failure in self._ranks.broadcast(failures):
+            failures += self._write_values(files)
+        for failure in (failure for found in self._ranks.gather(failures) for failure in found):
             with atomic.storage(folder):
                 raise failure
+
+    def _write_values(self, files: CheckpointFiles) -> list[OSError]:
+        """Write the values of all tensors; return why that failed on this rank, which alone knows it."""
+        with TensorWriter(AHEAD) as writer:
+            for optimizer in self._optimizer.chained_optimizers:
+                if isinstance(optimizer, DistributedOptimizer):
+                    gathered.write(optimizer, files, writer)
+            files.write_own(writer)
+            try:
+                files.finish(writer)
+            except OSError as error:
+                return [error]
+        return []
 
     def load(self, folder: Path) -> int:
         """Load a checkpoint, and return its step; raise ConfigError if it belongs to others."""
@@ -224,7 +242,7 @@ class Checkpointer:
             for each in self._optimizer.chained_optimizers
         ]
         states = [part.pop("param_state", {}) for part in parts]
-        own = states if loading else map(gathered.only_own, states)
+        own = states if loading else map(gathered.only_own, self._optimizer.chained_optimizers, states)
         saved = {n: {"param_state": state} for n, state in enumerate(own) if state}
         if len(parts) == 1:
             return {**parts[0], **saved.get(0, {})}
