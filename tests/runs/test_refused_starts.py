@@ -494,8 +494,8 @@ def test_a_path_below_a_file_is_an_error_without_a_traceback(tmp_path):
         (["policy.lora_rank=33"], [r"lora_rank = 33 is above 32, the least width of a layer"]),
         (["policy.lora_alpha=64"], ["lora_alpha and lora_layers have no meaning with lora_rank = 0"]),
         (
-            ['executor={type="slurm", roles={learner={mem_gb=0.0001}}}'],
-            ["learner.mem_gb = 0.0001 is less than the 0.0 GiB .*a checkpoint that is written 0.0"],
+            ["policy.offload_optimizer=1", 'executor={type="slurm", roles={learner={mem_gb=0.0001}}}'],
+            ["learner.mem_gb = 0.0001 is less than the 0.0 GiB .*optimizer 0.0"],
         ),
         (['executor={type="slurm", options={mem="1M"}}'], []),
         (["engine.tensor_parallel=4"], ["engine.tensor_parallel = 4 does not divide the model's 6"]),

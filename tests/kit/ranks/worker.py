@@ -3,9 +3,12 @@
 A case builds a policy, takes steps on packed sequences, and leaves behind what tests compare.
 """
 
+import contextlib
 import ctypes
+import errno
 import gc
 import json
+import os
 import sys
 import time
 import weakref
@@ -141,13 +144,42 @@ def _save(learner, folder: str, case: dict, found: dict) -> None:
     learner.save(_fresh(learner, Path(folder)))
 
 
-def _save_refused(learner, folder: str, case: dict, found: dict) -> None:
+def _save_refused(learner, words: str, case: dict, found: dict) -> None:
+    """A folder whose file system is full; or folder:place:rank, where that rank's quota ends."""
     from hpc_swe.errors import StorageError
 
+    folder, place, rank = (*words.split(":"), "", "")[:3]
     try:
-        learner.save(_fresh(learner, Path(folder)))
+        with _quota_ends(place) if rank == str(learner.ranks.rank) else contextlib.nullcontext():
+            learner.save(_fresh(learner, Path(folder)))
     except StorageError as error:
-        found["refused"] = str(error)
+        found.setdefault("refused", []).append(str(error))
+
+
+@contextlib.contextmanager
+def _quota_ends(place: str):
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    from hpc_swe.plugins.policies._megatron import checkpoint_files, tensor_writer
+
+    owner, name = {
+        "metadata": (filesystem_async.FileSystemWriterAsync, "finish"),
+        "configuration": (serialization, "save_config"),
+        "file": (checkpoint_files.CheckpointFiles, "_write_file"),
+        "values": (tensor_writer, "write_all"),
+        "end": (os, "fsync"),
+    }[place]
+    kept = getattr(owner, name)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EDQUOT, "no room")
+
+    setattr(owner, name, refuse)
+    try:
+        yield
+    finally:
+        setattr(owner, name, kept)
 
 
 def _measure(learner, folder: str, case: dict, found: dict) -> None:

@@ -259,7 +259,22 @@ def test_a_save_that_finds_no_room_ends_on_all_ranks(tmp_path, wide, size):
         answers = gang.run_cases(2, [case], tmp_path / "out")["full"]
     finally:
         subprocess.run(["umount", "-l", small], check=True)
-    assert all(rank["refused"].startswith(f"{small}/saved: no space is left") for rank in answers)
+    assert all(rank["refused"][0].startswith(f"{small}/saved: no space is left") for rank in answers)
+    assert (tmp_path / "saved/metadata.json").exists()
+
+
+ANYWHERE = [f"{place}:{rank}" for place in ("file", "values", "end") for rank in (0, 1)]
+PLACES = ["metadata:0", "configuration:0", *ANYWHERE]
+
+
+def test_a_save_that_one_rank_cannot_end_is_refused_on_all(tmp_path, base):
+    """What it did not write would be zeros, with a checksum that fits."""
+    refused = [("save_refused", f"{tmp_path / place.replace(':', '-')}:{place}") for place in PLACES]
+    do = [("train", 1), *refused, ("train", 1), ("save", str(tmp_path / "saved"))]
+    case = base | {"name": "quota", "policy": TP1, "packing": HALVES, "do": do}
+    for rank in gang.run_cases(2, [case], tmp_path / "out")["quota"]:
+        assert len(rank["refused"]) == len(PLACES)
+        assert all("the quota is used up" in refusal for refusal in rank["refused"])
     assert (tmp_path / "saved/metadata.json").exists()
 
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType  # noq
 from hpc_swe.errors import ProtocolError  # noqa: E402
 from hpc_swe.plugins.policies._megatron.checkpoint_files import CheckpointFiles  # noqa: E402
 from hpc_swe.plugins.policies._megatron.gathered import ByParameter  # noqa: E402
-from hpc_swe.plugins.policies._megatron.tensor_writer import TensorWriter  # noqa: E402
+from hpc_swe.plugins.policies._megatron.tensor_writer import BUFFER, TensorWriter  # noqa: E402
 
 
 def bucket(path, tensors):
@@ -23,10 +23,18 @@ def bucket(path, tensors):
 
 def test_values_of_any_form_and_of_any_pieces_arrive_in_their_places(tmp_path):
     """Beside tensors of this rank stand parts of a buffer, with gaps between them, that ranks gather."""
+    large = torch.arange(BUFFER // 4 + 9, dtype=torch.int32)  # more than one thread writes at a time
     values, matrix = torch.arange(40.0), torch.arange(12.0).view(3, 4)
     buffer = ByParameter(40, {3, 11, 20})
     parts = [buffer[slice(3, 9)].view(2, 3), buffer[slice(11, 12)], *buffer[slice(20, 40)].chunk(2)]
-    others = [matrix, matrix.t(), torch.zeros(0), torch.tensor(5, dtype=torch.int16), matrix[1:].bfloat16()]
+    others = [
+        large,
+        matrix,
+        matrix.t(),
+        torch.zeros(0),
+        torch.tensor(5, dtype=torch.int16),
+        matrix[1:].bfloat16(),
+    ]
     expected = [values[3:9].view(2, 3), values[11:12], values[20:30], values[30:], *others]
     results, path = queue.Queue(), tmp_path / "file"
     with CheckpointFiles() as files, TensorWriter(64) as writer:
@@ -54,6 +62,19 @@ def test_a_buffer_tells_parts_of_this_rank_from_those_of_others():
 
 
 def test_scattered_values_of_a_buffer_are_refused(tmp_path):
-    part = ByParameter(12, {0})[slice(0, 12)].view(3, 4).t()
-    with CheckpointFiles() as files, pytest.raises(ProtocolError, match="48 bytes"):
-        files.write_files([], False, 0, [bucket(tmp_path / "file", [part])], queue.Queue())
+    part, results = ByParameter(12, {0})[slice(0, 12)].view(3, 4).t(), queue.Queue()
+    with CheckpointFiles() as files:
+        files.write_files([], False, 0, [bucket(tmp_path / "file", [part])], results)
+    assert isinstance(error := results.get(), ProtocolError)
+    assert "48 bytes" in str(error)
+
+
+def test_values_that_no_rank_gathered_are_missed(tmp_path):
+    """Zeros would stand in their place."""
+    buffer = ByParameter(40, {3, 20})
+    parts = [buffer[slice(3, 9)], buffer[slice(20, 40)]]
+    with CheckpointFiles() as files, TensorWriter(64) as writer:
+        files.write_files([], False, 0, [bucket(tmp_path / "file", parts)], queue.Queue())
+        files.shared(buffer.whole).write(0, torch.zeros(39), writer)
+        with pytest.raises(ProtocolError, match="100 bytes of 104"):
+            files.finish(writer)

@@ -1,6 +1,5 @@
 """The learner on a run folder: what it publishes, and what deaths and orders leave behind."""
 
-import mmap
 import os
 import shutil
 import signal
@@ -284,18 +283,3 @@ def test_a_full_disk_is_one_error_and_leaves_what_was_published(
     disk(folder, None)
     gang.launch(2, "learn", str(run.root), str(model), str(STEPS), "1")
     assert_same(weights(run, STEPS, 2), weights(whole, STEPS, 1))
-
-
-@pytest.mark.parametrize("refused", [".metadata", "metadata.json"])
-def test_a_disk_full_at_the_last_small_files_is_one_error_on_all_ranks(
-    whole, model, sequences, tmp_path, disk, refused
-):
-    """Rank 0 alone writes those; the other one must not only lose it."""
-    run, later = make_run(tmp_path / "run", sequences, 2), ("metadata.json", folders.NAME, refused)
-    sizes = [file.stat().st_size for file in whole.checkpoint(2, 1).iterdir() if file.name not in later]
-    disk(run.checkpoints, sum(-(-size // mmap.PAGESIZE) for size in sizes) * mmap.PAGESIZE)
-    children = start(run, model, 2)
-    outputs = [child.communicate(timeout=900)[0] for child in children]
-    assert [child.returncode for child in children] == [StorageError.exit_code] * 2, outputs
-    assert all("no space is left; free some" in output for output in outputs)
-    assert os.listdir(run.checkpoints) == [], "half a checkpoint is in the way of the next"

@@ -18,10 +18,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 from hpc_swe.errors import ProtocolError
-from hpc_swe.plugins.policies._megatron.tensor_writer import TensorWriter, ready_event
-
-PIECE = 1 << 28
-"""Bytes of a tensor that one thread writes at a time."""
+from hpc_swe.plugins.policies._megatron.tensor_writer import BUFFER, TensorWriter, ready_event
 
 
 class Unwritten(NamedTuple):
@@ -40,6 +37,7 @@ class CheckpointFiles:
     def __init__(self) -> None:
         self._files: list[BinaryIO] = []
         self._unwritten: list[Unwritten] = []
+        self._shared: list[SharedValues] = []
 
     def __enter__(self) -> Self:
         return self
@@ -55,7 +53,7 @@ class CheckpointFiles:
         """Write in place of Megatron's writers; put what they would, a result of each file or one error."""
         try:
             results.put({index: self._write_file(*bucket) for index, bucket in enumerate(buckets)})
-        except (OSError, RuntimeError) as error:  # all ranks raise it; torch's own one hides the system's
+        except Exception as error:  # noqa: BLE001 - all ranks raise it; torch's own one hides the system's
             results.put(error.__context__ if isinstance(error.__context__, OSError) else error)
 
     def _write_file(self, path: str, key: str, content: tuple[Any, Any]) -> list[Any]:
@@ -86,20 +84,28 @@ class CheckpointFiles:
         """Return what is not written yet of a buffer on the device "meta"."""
         own = buffer.untyped_storage()._cdata
         every = (each for each in self._unwritten if each.tensor.is_meta)
-        return SharedValues([each for each in every if each.tensor.untyped_storage()._cdata == own])
+        found = SharedValues([each for each in every if each.tensor.untyped_storage()._cdata == own])
+        self._shared.append(found)
+        return found
 
     def write_own(self, writer: TensorWriter) -> None:
         """Write the values that this rank has, the largest tensors first."""
         own = [each for each in self._unwritten if not each.tensor.is_meta]
-        ready = ready_event(each.tensor for each in own)
-        for each in sorted(own, key=lambda each: -each.tensor.nbytes):
-            offset = each.offset
-            for part in each.tensor.detach().reshape(-1).view(torch.uint8).split(PIECE):
-                writer.write(each.file, [part], offset, ready if part.is_cuda else None)
-                offset += len(part)
+        parts = [(each, each.tensor.detach().reshape(-1).view(torch.uint8)) for each in own]
+        ready = ready_event(values for _, values in parts)
+        for each, values in sorted(parts, key=lambda part: -len(part[1])):
+            for first in range(0, len(values), BUFFER):
+                piece = values[first : first + BUFFER]
+                writer.write(each.file, [piece], each.offset + first, ready if piece.is_cuda else None)
 
     def finish(self, writer: TensorWriter) -> None:
-        """Wait until all values are written and durable; raise OSError if a file could not be written."""
+        """Wait until all values are written and durable; raise OSError if a file could not be written.
+
+        Raise ProtocolError if shared values are missing, for which zeros would stand in the files.
+        """
+        wanted = sum(each.tensor.nbytes for each in self._unwritten if each.tensor.is_meta)
+        if (found := sum(each.written for each in self._shared)) != wanted:
+            raise ProtocolError(f"ranks gathered {found} bytes of {wanted} for this rank's files")
         writer.finish(partial(os.fsync, file.fileno()) for file in self._files)
 
 
@@ -109,6 +115,8 @@ class SharedValues:
     def __init__(self, unwritten: Sequence[Unwritten]) -> None:
         self._parts = sorted(unwritten, key=lambda each: each.tensor.storage_offset())
         self._starts = [each.tensor.storage_offset() for each in self._parts]
+        self.written = 0
+        """Bytes so far."""
 
     def write(self, first: int, values: Tensor, writer: TensorWriter) -> None:
         """Write values that begin at the index `first` of the buffer; between tensors there is padding.
@@ -126,6 +134,7 @@ class SharedValues:
                 found.append((part.file, offset, values[low - first : high - first].clone()))
         ready = ready_event(own for _, _, own in found)
         for file, offset, own in found:
+            self.written += own.nbytes
             writer.write(file, [own], offset, ready)
 
 

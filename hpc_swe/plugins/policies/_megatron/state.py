@@ -32,7 +32,7 @@ from hpc_swe.store import atomic, folders
 
 KL = "learner.loss.kl_coefficient"
 AHEAD = 1 << 29
-"""Bytes of gathered values that may wait to be written."""
+"""Bytes that may wait to be written; gathered values are copied for that."""
 CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": False,
