@@ -23,7 +23,7 @@ def bucket(path, tensors):
 
 def test_values_of_any_form_and_of_any_pieces_arrive_in_their_places(tmp_path):
     """Beside tensors of this rank stand parts of a buffer, with gaps between them, that ranks gather."""
-    large = torch.arange(BUFFER // 4 + 9, dtype=torch.int32)  # more than one thread writes at a time
+    large = torch.arange(BUFFER // 4 + 9, dtype=torch.int32)  # written in two pieces
     values, matrix = torch.arange(40.0), torch.arange(12.0).view(3, 4)
     buffer = ByParameter(40, {3, 11, 20})
     parts = [buffer[slice(3, 9)].view(2, 3), buffer[slice(11, 12)], *buffer[slice(20, 40)].chunk(2)]
