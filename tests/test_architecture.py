@@ -47,7 +47,8 @@ TEST_NAME = 70
 # - conversation: spaces that tokenizers add before a text, which differ with what comes before it
 # - plugins/tools: a debugger in the sandbox, and walks that end early in folders of the policy
 # - plugins/tasksets: demonstrations that show their work, so that a loop of the demo is bound by GPUs
-# - roles/learner: checkpoints that come by time as well as by number; a text that checks an engine's weights
+# - roles/learner: checkpoints that come by time as well as by number; a text that checks an engine's weights;
+#   a gap to the sampler without the batch's own optimizer steps
 # - roles/inference and roles/reward: processes that the kernel does not let end after they were killed, and
 #   why an engine does not serve the newest weights
 # - plugins/executors: what people may write among the options of sbatch, and what that replaces
@@ -77,7 +78,7 @@ BUDGETS = {
     "hpc_swe/roles": 10,
     "hpc_swe/roles/coordinator": 3_137,
     "hpc_swe/roles/inference": 681,
-    "hpc_swe/roles/learner": 1_106,
+    "hpc_swe/roles/learner": 1_120,
     "hpc_swe/roles/reward": 360,
     "hpc_swe/roles/rollout": 1_270,
     "hpc_swe/runs": 2_448,

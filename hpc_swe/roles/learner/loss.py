@@ -37,7 +37,7 @@ class PolicyObjective:
         self._means: tuple[str, ...] = ()
 
     def __call__(self, tokens: TrainedTokens) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss; the sums of `token_statistics.totals`; the largest |log pi - log mu|."""
+        """Return the loss; the sums of `token_statistics.totals`; the largest gap to the sampler."""
         term, means = self._objective(tokens, self._config)
         if self.needs_reference:
             distance = divergence(tokens, self._config)
@@ -48,7 +48,7 @@ class PolicyObjective:
         self._means = tuple(means)
         with torch.no_grad():
             sums = token_statistics.totals(tokens, means)
-            gap = (tokens.logprobs - tokens.sampler).abs()
+            gap = token_statistics.gap_to_sampler(tokens).abs()
             largest = torch.cat((gap, gap.new_zeros(1))).amax()[None]
         return (tokens.weights * term).sum(), sums, largest
 

@@ -290,6 +290,16 @@ def test_curves_say_what_they_are_named():
     assert found["policy/surprise_balance"] == pytest.approx(surprise, abs=1e-6)
 
 
+def test_optimizer_steps_of_a_decoupled_batch_are_not_part_of_its_gap():
+    before = torch.tensor([math.log(p) for p in (0.4, 0.25, 0.5)])
+    found = metrics(dataclasses.replace(make(), proximal=before), objective="decoupled")
+    gap = math.log(0.25 / 0.20)
+    assert found["gap/mean"] == pytest.approx(gap / 3, abs=1e-6)
+    assert found["gap/k3"] == pytest.approx((1.25 - 1 - gap) / 3, abs=1e-6)
+    assert found["gap/max"] == pytest.approx(gap)
+    assert found["ratio/mean"] == pytest.approx(3.8 / 3), "the ratio is that of the weights of each step"
+
+
 def test_decoupled_clips_around_the_weights_before_the_batch():
     before = torch.tensor([0.25, 0.5, 0.5]).log()
     tokens = dataclasses.replace(make(), proximal=before)
