@@ -94,7 +94,7 @@ METRICS = {
     "policy/skipped": "optimizer steps of the batch that were left out because a gradient was not finite",
     "policy/expert_load": "tokens of the busiest process in a layer of experts, in multiples of the mean",
     "policy/lr": "learning rate",
-    "gap/mean": "d = log pi - log mu, learner minus sampler, per trained token; decoupled: before the batch",
+    "gap/mean": "mean of d = log pi - log mu, learner minus sampler; decoupled: pi before the batch",
     "gap/k3": "e^d - 1 - d: divergence of the learner from the sampler",
     "gap/far_share": "share of tokens with |d| > 1",
     "gap/p99": "99th percentile of |d|",

@@ -102,7 +102,7 @@ class TrainedTokens:
     reference: "Tensor | None"
     """Log-probabilities under the reference model; None when the objective does not need them."""
     proximal: "Tensor | None" = None
-    """Log-probabilities under the weights before the batch; None where the weights are still the same."""
+    """Log-probabilities under the weights before the batch; None if not needed, or the batch is one step."""
     sequence: "Tensor | None" = None
     """int64 [n], index of each token's sequence within the microbatch; None only where no objective asks."""
     sequences: int = 0

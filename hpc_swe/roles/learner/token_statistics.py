@@ -32,8 +32,8 @@ def gap_to_sampler(tokens: TrainedTokens) -> Tensor:
     That is so if the policy computed pi_prox or has taken no step. Then this is what separates learner and
     engine, and the staleness of the sample; otherwise the batch's own optimizer steps are part of it.
     """
-    now = tokens.logprobs.detach()
-    return (now if tokens.proximal is None else tokens.proximal) - tokens.sampler
+    before = tokens.logprobs if tokens.proximal is None else tokens.proximal
+    return before - tokens.sampler
 
 
 def totals(tokens: TrainedTokens, more: Mapping[str, Tensor]) -> Tensor:
