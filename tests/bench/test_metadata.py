@@ -52,6 +52,9 @@ def test_the_simulation_of_64_workers_agrees_with_the_count(counted):
     print(found, counted.lost, counted.listings(["control"]))
     assert found["changes/episode"] == pytest.approx(13, rel=0.05)
     orders, ready = counted.listings(["control"]), counted.listings(["requests", "episodes"])
-    assert 0.5 < found["orders/s"] / 64 / orders < 2
-    assert 0.5 < found["listings of ready/s"] / 64 / ready < 2
-    assert found["lost races/claim"] < 2 > counted.lost, "with more processes than cores a listing is old"
+    asks = found["orders/s"] / 64, found["listings of ready/s"] / 64
+    # Processes that wait for a core ask less often than in virtual time, and their listings are older:
+    # so their pace has no lower bound, and the races that they lose have no upper one.
+    assert (orders < 2 * asks[0], ready < 2 * asks[1]) == (True, True)
+    assert 0.5 < (orders / ready) / (asks[0] / asks[1]) < 2
+    assert found["lost races/claim"] < 2
