@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run every test in parts side by side: tests on the cluster wait most of their time, those of engines and learners
 # start large processes, those of sandboxes start many small ones, and the others compute. The output of the others is
-# shown as it comes, and that of the rest after it.
+# shown as it comes, and that of the rest after it. Each part names its slowest tests.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -13,10 +13,11 @@ export OMP_NUM_THREADS=1 # or torch's threads spin on cores that the other parts
 shared=$(mktemp -d)
 export HPC_SWE_TEST_SHARED=$shared # what one part has made, and others need as well
 parts=()
+slowest=(--durations=10 --durations-min=10)
 trap 'for part in "${parts[@]}"; do kill "${part%:*}"; done 2>/dev/null; rm -rf "$shared"' EXIT
 
 begin() { # NAME ARGUMENT...
-  .venv/bin/python -m pytest "${@:2}" >"$shared/$1.log" 2>&1 &
+  .venv/bin/python -m pytest "${slowest[@]}" "${@:2}" >"$shared/$1.log" 2>&1 &
   parts+=("$!:$1")
 }
 
@@ -27,7 +28,7 @@ begin sandboxes -m "not cluster" "${sandboxes[@]}"
 PYTHONPATH=.cache/triton begin kernels tests/kernels # half a minute; elsewhere nothing may find Triton
 set +m
 elsewhere=("${engines[@]}" "${sandboxes[@]}" tests/kernels)
-.venv/bin/python -m pytest -m "not cluster" "${elsewhere[@]/#/--ignore=}"
+.venv/bin/python -m pytest "${slowest[@]}" -m "not cluster" "${elsewhere[@]/#/--ignore=}"
 failed=$?
 for part in "${parts[@]}"; do
   wait "${part%:*}" || failed=1
