@@ -25,7 +25,7 @@ set -m # else what runs in the background, and all that it starts, ignores SIGIN
 begin engines -m "not cluster" "${engines[@]}"
 begin cluster -m cluster tests/cluster
 begin sandboxes -m "not cluster" "${sandboxes[@]}"
-PYTHONPATH=.cache/triton begin kernels tests/kernels # half a minute; elsewhere nothing may find Triton
+PYTHONPATH=.cache/triton begin kernels tests/kernels # elsewhere nothing may find Triton
 set +m
 elsewhere=("${engines[@]}" "${sandboxes[@]}" tests/kernels)
 .venv/bin/python -m pytest "${slowest[@]}" -m "not cluster" "${elsewhere[@]/#/--ignore=}"

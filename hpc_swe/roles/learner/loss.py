@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hpc_swe.plugins.policies.base import LossConfig, TrainedTokens
 from hpc_swe.roles.learner import token_statistics
-from hpc_swe.roles.learner.objectives.base import LARGEST, TokenObjective, ratio_of
+from hpc_swe.roles.learner.objectives.base import LARGEST, TokenObjective, before_batch, ratio_of
 
 
 class PolicyObjective:
@@ -37,7 +37,7 @@ class PolicyObjective:
         self._means: tuple[str, ...] = ()
 
     def __call__(self, tokens: TrainedTokens) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss; the sums of `token_statistics.totals`; the largest gap to the sampler."""
+        """Return the loss; the sums of `token_statistics.totals`; the largest |log pi_prox - log mu|."""
         term, means = self._objective(tokens, self._config)
         if self.needs_reference:
             distance = divergence(tokens, self._config)
@@ -48,7 +48,7 @@ class PolicyObjective:
         self._means = tuple(means)
         with torch.no_grad():
             sums = token_statistics.totals(tokens, means)
-            gap = token_statistics.gap_to_sampler(tokens).abs()
+            gap = (before_batch(tokens) - tokens.sampler).abs()
             largest = torch.cat((gap, gap.new_zeros(1))).amax()[None]
         return (tokens.weights * term).sum(), sums, largest
 

@@ -1,4 +1,4 @@
-"""Summarize the trained tokens of a step: sums of columns, and a histogram of the gap to the sampler.
+"""Summarize the trained tokens of a step: sums of columns, and a histogram of |log pi_prox - log mu|.
 
 Microbatches and data-parallel ranks only add up, so a step needs no further pass over its tokens.
 """
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hpc_swe.plugins.policies.base import TrainedTokens
-from hpc_swe.roles.learner.objectives.base import LARGEST, ratio_of
+from hpc_swe.roles.learner.objectives.base import before_batch, ratio_of
 
 PER_DECADE, DECADES, LOWEST = 20, 8, -6  # bins of the histogram of |gap|, 12 % wide, from 1e-6 on
 BINS = PER_DECADE * DECADES
@@ -23,17 +23,7 @@ OF_SAMPLER = (
     "ratio/square",
 )
 """Means over trained tokens. They are, in this order: -log mu - entropy, about 0 on new tokens; then with
-d of `gap_to_sampler`: d; e^d - 1 - d; |d| > 1; then with d = log pi - log mu: e^d; its square."""
-
-
-def gap_to_sampler(tokens: TrainedTokens) -> Tensor:
-    """Return log pi - log mu [n], for pi before the first optimizer step of the batch where it is known.
-
-    That is so if the policy computed pi_prox or has taken no step. Then this is what separates learner and
-    engine, and the staleness of the sample; otherwise the batch's own optimizer steps are part of it.
-    """
-    before = tokens.logprobs if tokens.proximal is None else tokens.proximal
-    return before - tokens.sampler
+d = log pi_prox - log mu: d; e^d - 1 - d; |d| > 1; then pi / mu; its square."""
 
 
 def totals(tokens: TrainedTokens, more: Mapping[str, Tensor]) -> Tensor:
@@ -42,7 +32,8 @@ def totals(tokens: TrainedTokens, more: Mapping[str, Tensor]) -> Tensor:
     The means are those of OF_POLICY and OF_SAMPLER, then `more`. In float32, sums over a million tokens
     would lose precision.
     """
-    gap = gap_to_sampler(tokens)
+    before = before_batch(tokens)
+    gap = before - tokens.sampler
     ratio = ratio_of(tokens.logprobs, tokens.sampler)
     columns = (
         torch.ones_like(gap),
@@ -50,7 +41,7 @@ def totals(tokens: TrainedTokens, more: Mapping[str, Tensor]) -> Tensor:
         tokens.entropy,
         -tokens.sampler - tokens.entropy,
         gap,
-        gap.clamp(-LARGEST, LARGEST).exp() - 1 - gap,
+        ratio_of(before, tokens.sampler) - 1 - gap,
         gap.abs() > 1,
         ratio,
         ratio.square(),

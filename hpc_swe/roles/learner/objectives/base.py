@@ -33,6 +33,11 @@ class TokenObjective:
         raise NotImplementedError
 
 
+def before_batch(tokens: TrainedTokens) -> Tensor:
+    """Return log pi_prox [n] without gradient; where the policy computed none, that is log pi of now."""
+    return tokens.logprobs.detach() if tokens.proximal is None else tokens.proximal
+
+
 def ratio_of(logprobs: Tensor, base: Tensor) -> Tensor:
     """Return the ratios [n] of two probabilities, from their logarithms."""
     return (logprobs - base).clamp(-LARGEST, LARGEST).exp()

@@ -10,7 +10,14 @@ pi_prox / mu lies outside mask_low .. mask_high have term 0.
 from torch import Tensor
 
 from hpc_swe.plugins.policies.base import LossConfig, TrainedTokens
-from hpc_swe.roles.learner.objectives.base import TokenObjective, TokenTerms, ppo, ratio_of, stopped
+from hpc_swe.roles.learner.objectives.base import (
+    TokenObjective,
+    TokenTerms,
+    before_batch,
+    ppo,
+    ratio_of,
+    stopped,
+)
 
 
 class Decoupled(TokenObjective):
@@ -19,7 +26,7 @@ class Decoupled(TokenObjective):
     needs_proximal = True
 
     def __call__(self, tokens: TrainedTokens, config: LossConfig) -> TokenTerms:
-        before = tokens.logprobs.detach() if tokens.proximal is None else tokens.proximal
+        before = before_batch(tokens)
         ratio, correction = ratio_of(tokens.logprobs, before), ratio_of(before, tokens.sampler)
         masked = _masked(correction, config)
         weight = ~masked * correction.clamp(max=config.ratio_cap)
