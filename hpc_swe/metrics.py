@@ -90,6 +90,7 @@ METRICS = {
     "policy/entropy": "entropy in nats per trained token",
     "policy/surprise_balance": "-log mu minus entropy: about 0 when tokens were sampled from mu",
     "policy/kl": "divergence from the reference, k3 times the importance ratio",
+    "policy/sampler_square": "mean of (log pi - log mu)^2, whose weight is sampler_coefficient",
     "policy/grad_norm": "norm of the gradient before clipping, mean over the optimizer steps of the batch",
     "policy/skipped": "optimizer steps of the batch that were left out because a gradient was not finite",
     "policy/expert_load": "tokens of the busiest process in a layer of experts, in multiples of the mean",
@@ -156,7 +157,7 @@ LAYOUT = {
         "samples without routing": ["batch/unrouted"],
     },
     "How does the policy change?": {
-        "loss and divergence": ["policy/loss", "policy/kl", "validation/loss"],
+        "loss and divergence": ["policy/loss", "policy/kl", "policy/sampler_square", "validation/loss"],
         "entropy": ["policy/entropy", "policy/nll"],
         "gradient": ["policy/grad_norm"],
         "skipped, because not finite": ["policy/skipped"],

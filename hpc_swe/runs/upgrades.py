@@ -45,6 +45,11 @@ CHANGES = (
         lambda config: config.shaping != ShapingConfig(),
     ),
     TrainingChange(
+        "square of the log-ratio",
+        "the loss has the term learner.loss.sampler_coefficient (log pi - log mu)^2, by default with 0.01",
+        lambda config: config.mode == "grpo" and config.learner.loss.sampler_coefficient > 0,
+    ),
+    TrainingChange(
         "evaluations by step",
         "evaluations are numbered by steps: one that is under way is dropped and not repeated. To keep it, "
         "let the old code finish it first",

@@ -51,6 +51,8 @@ class LossConfig(Record, frozen=True, kw_only=True):
     """decoupled: tokens with pi_prox / mu below this are not trained; 0 is off."""
     mask_high: Annotated[float, Meta(ge=0)] = 0.0
     """decoupled: tokens with pi_prox / mu above this are not trained; 0 is off."""
+    sampler_coefficient: Annotated[float, Meta(ge=0)] = 0.01
+    """Weight of (log pi - log mu)^2, which pulls the weights back to those that sampled; 0 is off."""
     kl_coefficient: Annotated[float, Meta(ge=0)] = 0.0
     """Weight of the KL divergence from the model of the key `reference`, by default the initial one."""
     entropy_coefficient: Annotated[float, Meta(ge=0)] = 0.0

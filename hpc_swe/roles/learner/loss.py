@@ -2,6 +2,13 @@
 
 The term of a token is that of its objective, of which each has a file in objectives/, and
 
+    + sampler_coefficient d^2,  d = log pi - log mu
+
+This pulls pi back to the weights mu that sampled the token, with a slope of 2 d however far pi is, where a
+clip only ceases to push. It is the regularizer of Kimi k1.5 (arXiv 2501.12599, section 2.3.2, whose squares
+are of whole answers), taken token by token as prime-rl does beside its masks. Tokens that an objective clips,
+caps or masks have it, too.
+
     + kl_coefficient r_mu (e^d - 1 - d),  d = log ref - log pi,  r_mu = pi / mu
 
 where ref are the initial weights. This is the k3 estimate of KL(pi, ref), times the importance ratio because
@@ -39,6 +46,10 @@ class PolicyObjective:
     def __call__(self, tokens: TrainedTokens) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss; the sums of `token_statistics.totals`; the largest |log pi_prox - log mu|."""
         term, means = self._objective(tokens, self._config)
+        if self._objective.is_sampled and self._config.sampler_coefficient:
+            square = (tokens.logprobs - tokens.sampler).square()
+            term = term + self._config.sampler_coefficient * square
+            means["policy/sampler_square"] = square
         if self.needs_reference:
             distance = divergence(tokens, self._config)
             term = term + self._config.kl_coefficient * distance

@@ -144,14 +144,14 @@ class Steps:
 
 
 def sampler_ratio_with_kl(logp: Tensor, sampler: Tensor, advantages: Tensor, reference: Tensor) -> Tensor:
-    """Written down apart from the product: clip 0.2 / 0.28, dual clip 3, KL coefficient 0.05."""
+    """Written down apart from the product: clip 0.2 / 0.28, dual clip 3, coefficients 0.01 and 0.05."""
     ratio = torch.exp(logp - sampler)
     surrogate = torch.minimum(ratio * advantages, torch.clip(ratio, 0.8, 1.28) * advantages)
     surrogate = torch.where(advantages < 0, torch.maximum(surrogate, 3 * advantages), surrogate)
     difference = reference - logp
     k3 = ratio * (torch.exp(difference) - difference - 1)
     bounded = k3.detach() - 3 * difference.detach() * (logp - logp.detach())
-    return -surrogate + 0.05 * torch.where(ratio > 3, bounded, k3)
+    return -surrogate + 0.01 * (logp - sampler) ** 2 + 0.05 * torch.where(ratio > 3, bounded, k3)
 
 
 def reference_steps(

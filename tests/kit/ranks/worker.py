@@ -67,7 +67,9 @@ def _evaluate(learner, steps: int, case: dict, found: dict) -> None:
 
     batch = _batch(case, learner)
     found["validation"] = learner.evaluate(batch, PolicyObjective(LossConfig(objective="sft")))
-    wide = LossConfig(objective="gspo", sequence_clip_low=0.9, sequence_clip_high=2.0)
+    wide = LossConfig(
+        objective="gspo", sequence_clip_low=0.9, sequence_clip_high=2.0, sampler_coefficient=0.0
+    )
     found["gspo"] = learner.evaluate(batch, PolicyObjective(wide))
     free = [replace(micro, routing=b"") for micro in batch.microbatches]
     if free != batch.microbatches:

@@ -30,7 +30,7 @@ def model(tmp_path_factory) -> Path:
 
 
 def loss_of(model, sequence, before) -> torch.Tensor:
-    """The decoupled objective and the bonus, written down apart from the product."""
+    """The decoupled objective, the square and the bonus, written down apart from the product."""
     tokens = torch.from_numpy(id_array(sequence.token_ids).astype(np.int64))
     sampler, advantages, weights = (
         torch.from_numpy(float_array(data).copy())
@@ -43,7 +43,8 @@ def loss_of(model, sequence, before) -> torch.Tensor:
     correction = torch.clip(torch.exp(before - sampler), max=1.2)
     distribution = torch.distributions.Categorical(logits=model(tokens[None]).logits[0, :-1])
     entropy = torch.cat((torch.zeros(1), distribution.entropy()))
-    return (weights * (-correction * surrogate - BONUS * entropy)).sum()
+    square = 0.01 * (now - sampler) ** 2
+    return (weights * (square - correction * surrogate - BONUS * entropy)).sum()
 
 
 def expected(folder: Path, sequences) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:

@@ -40,7 +40,8 @@ def make(
 
 
 def loss_and_slope(tokens: TrainedTokens, **config) -> tuple[float, list[float]]:
-    loss, _, _ = PolicyObjective(LossConfig(**config))(tokens)
+    """Of the objective alone, unless the square is asked for."""
+    loss, _, _ = PolicyObjective(LossConfig(**{"sampler_coefficient": 0.0} | config))(tokens)
     loss.backward()
     return loss.item(), tokens.logprobs.grad.tolist()
 
@@ -50,6 +51,30 @@ def metrics(*batches: TrainedTokens, **config) -> dict[str, float]:
     parts = [objective(tokens)[1:] for tokens in batches]
     sums = sum(part[0] for part in parts)
     return objective.metrics(sums.tolist(), torch.stack([part[1] for part in parts]).amax(0).tolist())
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_square_pulls_tokens_of_all_objectives_back_to_mu(objective):
+    """Also those that a clip has stopped, or an advantage of 0; nobody has sampled the tokens of sft."""
+    for advantages in (ADVANTAGES, [0.0] * 3):
+        alone, pulled = (
+            loss_and_slope(make(advantages=advantages), objective=objective, sampler_coefficient=c)
+            for c in (0.0, 0.1)
+        )
+        gaps = [0.0 if objective == "sft" else math.log(p / m) for p, m in zip(PI, MU, strict=True)]
+        parts = list(zip(WEIGHTS, gaps, strict=True))
+        assert pulled[0] - alone[0] == pytest.approx(0.1 * sum(w * d * d for w, d in parts), abs=1e-6)
+        differences = [new - old for new, old in zip(pulled[1], alone[1], strict=True)]
+        assert differences == pytest.approx([0.1 * w * 2 * d for w, d in parts], abs=1e-6)
+
+
+def test_a_run_that_says_nothing_has_the_square_and_its_curve():
+    square = sum(math.log(p / m) ** 2 for p, m in zip(PI, MU, strict=True)) / 3
+    assert metrics(make())["policy/sampler_square"] == pytest.approx(square)
+    loss = PolicyObjective(LossConfig())(make())[0].item()
+    assert loss > loss_and_slope(make())[0]
+    assert "policy/sampler_square" not in metrics(make(), sampler_coefficient=0.0)
+    assert "policy/sampler_square" not in metrics(make(), objective="sft")
 
 
 def test_sampler_ratio_clips_on_both_sides():
@@ -193,7 +218,8 @@ def test_expected_divergence_under_the_sampler_has_the_true_slope():
     pi, mu, ref = (x.log_softmax(-1) for x in (logits, mu, ref))
     zeros = torch.zeros(11, dtype=torch.float64)
     tokens = TrainedTokens(pi, zeros, mu, zeros, mu.exp(), ref)
-    estimate = PolicyObjective(LossConfig(kl_coefficient=1.0, dual_clip=1e6))(tokens)[0]
+    config = LossConfig(kl_coefficient=1.0, dual_clip=1e6, sampler_coefficient=0.0)
+    estimate = PolicyObjective(config)(tokens)[0]
     true = (pi.exp() * (pi - ref)).sum()
     assert estimate.item() == pytest.approx(true.item())
     slopes = [torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (estimate, true)]
@@ -247,6 +273,7 @@ def test_slopes_are_those_of_finite_differences(objective):
     torch.manual_seed(1)
     pi, mu, before = (-torch.rand(6, dtype=torch.float64) for _ in range(3))
     more = {"sequence_clip_low": 0.2, "sequence_clip_high": 0.28}
+    more["sampler_coefficient"] = 0.0 if objective == "cispo" else 0.01
     objective_of = PolicyObjective(LossConfig(objective=objective, **more))
     tokens = TrainedTokens(
         pi.clone().requires_grad_(),
