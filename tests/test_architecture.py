@@ -68,7 +68,7 @@ BUDGETS = {
     "hpc_swe/plugins/agents": 450,
     "hpc_swe/plugins/engines": 2_891,
     "hpc_swe/plugins/executors": 892,
-    "hpc_swe/plugins/graders": 3_280,  # asks whether an image has pytest at all, before a patch pays for it
+    "hpc_swe/plugins/graders": 3_300,  # a patch whose sittings disagree costs as much as a cheat
     "hpc_swe/plugins/policies": 6_880,  # values of a checkpoint go straight into their files
     "hpc_swe/plugins/sandboxes": 2_552,
     "hpc_swe/plugins/tasksets": 1_170,

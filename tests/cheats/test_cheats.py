@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from hpc_swe.plugins.graders._runner import canonical
 from hpc_swe.plugins.graders._sealed import seal
-from hpc_swe.plugins.graders.pytest import Pytest
 from tests.kit.cheats.cheat_task import HIDDEN, RIGHT, TASK, WRONG
 from tests.kit.cheats.forgeries import ANY, HOOK, REPORTS, SWALLOWS
 
@@ -233,14 +232,14 @@ def values() -> st.SearchStrategy[object]:
 def test_no_cheat_is_paid(grade, files):
     score = grade(**files)
     assert score.outcome in ("unresolved", "cheated"), score
-    assert score.reward == 0.0
+    assert score.reward <= 0.0
     hidden = {name for name in score.passed if "hidden" in name}
     assert not hidden, score
 
 
 @pytest.mark.parametrize("name", ["swallows exceptions", "patches reports"])
 def test_a_process_that_lets_everything_pass_is_called_a_cheat(grade, name):
-    score = grade(grader=Pytest(cheated_reward=-1.0), **CHEATS[name])
+    score = grade(**CHEATS[name])
     assert (score.outcome, score.reward) == ("cheated", -1.0), score
 
 

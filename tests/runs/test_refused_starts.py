@@ -36,6 +36,8 @@ from tests.kit.toy import row, write_rows
 from tests.kit.toy_model import HERMES, make_model, write_weights
 from tests.kit.waiting import DEADLINE_S, until
 
+NO_CHARGE = "grader.cheated_reward=0"
+MAX_RL = (NO_CHARGE, "advantage={type='max_rl'}")
 SHAPE = {
     "model_type": "qwen3",
     "hidden_size": 64,
@@ -81,16 +83,16 @@ def read(model):
             "learner.export_every = 2: .* set it to 6",
         ),
         (
-            ["advantage={type='max_rl'}", "shaping.turn_penalty=0.21", "agent.max_turns=5"],
+            [*MAX_RL, "shaping.turn_penalty=0.21", "agent.max_turns=5"],
             "0 or more, but shaping.turn_penalty = 0.21 in 5 turns can",
         ),
         (
-            ["advantage={type='max_rl'}", "shaping.overlong_from=9", "shaping.overlong_to=12"],
+            [*MAX_RL, "shaping.overlong_from=9", "shaping.overlong_to=12"],
             "but shaping.overlong_from = 9 can",
         ),
-        (["advantage={type='max_rl'}", "grader.cheated_reward=-1"], "but grader.cheated_reward = -1 can"),
+        (["advantage={type='max_rl'}"], "but grader.cheated_reward = -1 can"),
         (
-            ["advantage={type='shuffled', of={type='max_rl'}}", "shaping.turn_penalty=0.3"],
+            [NO_CHARGE, "advantage={type='shuffled', of={type='max_rl'}}", "shaping.turn_penalty=0.3"],
             "set these keys to 0, or use the advantage grpo",
         ),
         (["learner.loss.mask_low=0.5"], "mask_low = 0.5 has no meaning .* or use decoupled"),
@@ -118,7 +120,8 @@ PAID = "grader={resolved_reward=0.7, unresolved_reward=0.25, cheated_reward=0.25
 @pytest.mark.parametrize(
     ("words", "refused"),
     [
-        (["shaping.turn_penalty=0.2"], False),
+        ([], True),  # a cheat costs 1
+        ([NO_CHARGE, "shaping.turn_penalty=0.2"], False),
         (["shaping.turn_penalty=0.07", "agent.max_turns=10", PAID], True),  # 0.7 - 0.07 * 10 is below 0
         (["shaping.turn_penalty=0.069", "agent.max_turns=10", PAID], False),
         (["shaping={overlong_from=9, overlong_to=12, overlong_penalty=0.25}", PAID], False),

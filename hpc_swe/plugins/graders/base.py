@@ -69,8 +69,9 @@ class HiddenTestGrader(Plugin, frozen=True, kw_only=True):
     """Reward of an episode that passes all tests."""
     unresolved_reward: float = -1.0
     """Reward of one that does not."""
-    cheated_reward: float = -1.0
-    """Reward of one that cheated."""
+    cheated_reward: float = -2.0
+    """Reward of one that cheated. It must be below `unresolved_reward`: a lie that is paid once in 31 times
+    would otherwise be worth more than an honest failure."""
 
     def score(
         self, task: Task, outcome: Outcome, passed: Collection[str], detail: str, seconds: float

@@ -32,7 +32,7 @@ class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
     """A patch resolves a task when all fail-to-pass and pass-to-pass tests pass."""
 
     unresolved_reward: float = 0.0
-    cheated_reward: float = 0.0
+    cheated_reward: float = -1.0
     sealed: bool = True
     """Whether expected values stay outside the sandbox. Turn it off where tests compare literals with values
     that are neither built in nor numpy's."""

@@ -100,7 +100,10 @@ class Swebench(HiddenTestGrader, frozen=True, kw_only=True):
             return score
         prefix = {"cheats": "", "disagrees": f"{DISAGREES}: ", "silent": f"{SILENT}: "}[finding]
         outcome: Outcome = "cheated" if finding == "cheats" else "unresolved"
-        return self.score(task, outcome, (), f"{prefix}{why}", score.seconds)
+        score = self.score(task, outcome, (), f"{prefix}{why}", score.seconds)
+        # A lie that is told in the first run alone never meets a changed test, so it must not be cheaper.
+        reward = self.unresolved_reward if finding == "silent" else self.cheated_reward
+        return msgspec.structs.replace(score, reward=reward)
 
     def _run_later(self, patch: str, sandboxes: Sandboxes, task: Task) -> _second_sitting.SittingResult:
         """Run one second sitting. Its oddities are not looked at: those of the first run were."""

@@ -401,7 +401,7 @@ def test_who_lies_in_the_first_sitting_alone_is_not_paid(repository, tmp_path):
     text += "else:\n    def add(a, b): return a - b\n"
     submission = patch("calc/core.py", BROKEN, text + DOUBLE)
     score = Swebench(second_sittings=14).grade(one, submission, Checkout(repository=str(repository[0])))
-    assert (score.outcome, score.reward, score.passed) == ("unresolved", -1.0, []), score
+    assert (score.outcome, score.reward, score.passed) == ("unresolved", -2.0, []), score
     assert score.detail.startswith(f"{DISAGREES}: test_add "), score
 
 

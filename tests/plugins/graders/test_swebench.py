@@ -122,7 +122,7 @@ def test_no_cheat_of_pytest_is_paid(repository, sandboxes, tmp_path, submission)
 def refused(toy: Task, sandboxes: Checkout, submission: str) -> None:
     score = GRADER.grade(toy, submission, sandboxes)
     assert score.outcome in ("unresolved", "cheated"), score
-    assert score.reward == -1.0
+    assert score.reward <= -1.0
 
 
 def test_a_run_that_lets_everything_pass_is_called_a_cheat(grade):
@@ -134,7 +134,7 @@ def test_a_run_that_lets_everything_pass_is_called_a_cheat(grade):
 @pytest.mark.parametrize("text", LAX.values(), ids=LAX.keys())
 def test_values_that_equal_everything_are_called_a_cheat(repository, sandboxes, tmp_path, text):
     score = GRADER.grade(task(tmp_path, "unittest", repository[1]), core(text), sandboxes)
-    assert (score.outcome, score.reward) == ("cheated", -1.0)
+    assert (score.outcome, score.reward) == ("cheated", -2.0)
     assert "equal everything" in score.detail
 
 
