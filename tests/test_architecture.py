@@ -61,7 +61,7 @@ BUDGETS = {
     "hpc_swe/benchmarks": 3_340,
     "hpc_swe/conversation": 1_213,
     "hpc_swe/demo": 435,  # says how long a stage may take
-    "hpc_swe/doctor": 1_271,
+    "hpc_swe/doctor": 1_284,
     "hpc_swe/evaluation": 530,
     "hpc_swe/plugins": 2_923,
     "hpc_swe/plugins/advantages": 150,
@@ -70,7 +70,7 @@ BUDGETS = {
     "hpc_swe/plugins/executors": 892,
     "hpc_swe/plugins/graders": 3_300,  # a patch whose sittings disagree costs as much as a cheat
     "hpc_swe/plugins/policies": 6_880,  # values of a checkpoint go straight into their files
-    "hpc_swe/plugins/sandboxes": 2_552,
+    "hpc_swe/plugins/sandboxes": 2_564,
     "hpc_swe/plugins/tasksets": 1_170,
     "hpc_swe/plugins/tools": 1_755,
     "hpc_swe/records": 559,
@@ -81,7 +81,7 @@ BUDGETS = {
     "hpc_swe/roles/learner": 1_130,
     "hpc_swe/roles/reward": 360,
     "hpc_swe/roles/rollout": 1_270,
-    "hpc_swe/runs": 2_451,
+    "hpc_swe/runs": 2_473,
     "hpc_swe/store": 2_106,
     "hpc_swe/tasks": 4_355,
     "jobs": 1_158,

@@ -16,8 +16,8 @@ import msgspec
 
 from hpc_swe import cli, tables
 from hpc_swe import config as configuration
-from hpc_swe.doctor import srun
-from hpc_swe.doctor.examine import ask_slurm, examine, largest_array, resolve, table, wanted
+from hpc_swe.doctor import examine, srun
+from hpc_swe.doctor.examine import ask_slurm, largest_array, resolve, table, wanted
 from hpc_swe.doctor.findings import Finding, PartitionNeeds
 from hpc_swe.doctor.srun import ProbeSetup
 from hpc_swe.errors import HpcSweError
@@ -41,16 +41,18 @@ def diagnose(arguments: argparse.Namespace) -> list[Finding]:
     os.environ.pop("SLURM_CLUSTERS", None)
     if named := executor.get("cluster", ""):
         os.environ["SLURM_CLUSTERS"] = named  # for scontrol and srun
+    found = list(examine.cores(config)) if config else []
     setup = ProbeSetup(folder, token, arguments.python, sandbox, arguments.timeout)
     try:
         cluster = ask_slurm()
     except HpcSweError as error:
         remedy = "run this where sbatch works; all other findings are about this machine only"
         finding = Finding("Slurm", "warning", str(error), remedy, "this machine")
-        return [finding, *srun.probe_this_machine(setup)]
+        return [finding, *found, *srun.probe_this_machine(setup)]
     else:
         jobs = largest_array(config, executor) if config else 0
-        return list(examine(cluster, resolve(cluster, needs, arguments.nodes), jobs, setup))
+        probed = resolve(cluster, needs, arguments.nodes)
+        return [*found, *examine.examine(cluster, probed, jobs, setup)]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,5 +1,6 @@
 """Ask Slurm and the nodes of each partition, and make a table of the findings."""
 
+import os
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from hpc_swe.errors import HpcSweError
 from hpc_swe.gpus import in_options
 from hpc_swe.processes import completed
 from hpc_swe.records import Role
+from hpc_swe.runs import estimate
 from hpc_swe.settings import RunConfig
 
 COLOURS = {"ok": "green", "warning": "yellow", "fault": "red"}
@@ -43,6 +45,15 @@ def largest_array(config: RunConfig, executor: dict[str, Any]) -> int:
     """Return the number of jobs in the largest array that the executor submits."""
     limit: int = executor.get("array_size", 10**9)
     return min(max(config.counts.values(), default=1), limit)
+
+
+def cores(config: RunConfig) -> Iterator[Finding]:
+    """Yield the findings about slots of workers that are more than their cores serve."""
+    found = [message.rpartition(": ") for message in estimate.crowded(config, len(os.sched_getaffinity(0)))]
+    for says, _, remedy in found:
+        yield Finding("cores", "warning", says, remedy)
+    if not found:
+        yield Finding("cores", "ok", "each role has enough for its slots")
 
 
 def resolve(cluster: Cluster, needs: Sequence[PartitionNeeds], count: int) -> list[PartitionNeeds]:

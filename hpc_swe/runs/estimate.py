@@ -6,6 +6,7 @@ if every episode filled its context.
 """
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 from hpc_swe.job_counts import desired, engines_beside, is_hybrid, processes
@@ -14,6 +15,7 @@ from hpc_swe.plugins.engines.base import EstimatedEngine, RoutingEngine
 from hpc_swe.plugins.executors.base import GrantsMemory, ResourceRequest, Scheduled
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies.base import WRITERS, EstimatedPolicy
+from hpc_swe.records import Role
 from hpc_swe.roles.coordinator import evaluation, sft, training
 from hpc_swe.settings import RunConfig
 
@@ -24,6 +26,8 @@ CODE, CODE_FILES = 1.5e6, 240  # bytes and files of the packages that a run copi
 CURVES = 12e3  # bytes of metrics a step, of coordinator and learner, with drawn curves
 LOG_LINE = 150  # bytes that an episode leaves in logs
 MOVED = ("weights", "optimizer", "last version, for deltas")  # parts of a GPU that outlast a step
+MOST_PER_CORE: dict[Role, int] = {"rollout": 16, "reward": 2}
+"""Slots that one core serves: episodes mostly wait for their engine, and gradings compute."""
 AHEAD = {"grpo": training.AHEAD, "sft": sft.AHEAD}
 
 
@@ -31,6 +35,23 @@ def requests(config: RunConfig, executor: Scheduled) -> list[ResourceRequest]:
     """Return what the run asks of the scheduler at once, by role."""
     wanted = desired(config).items()
     return [executor.request(role, jobs, processes(role, config)) for role, jobs in wanted if jobs]
+
+
+def crowded(config: RunConfig, cores_here: int) -> Iterator[str]:
+    """Say which workers run more sandboxes than their cores serve; jobs of one machine share its cores."""
+    executor, wanted = config.executor, desired(config)
+    slots: dict[Role, int] = {"rollout": config.rollout.slots, "reward": config.reward.slots}
+    for role, each in slots.items():
+        jobs, cores, where = wanted.get(role, 0), cores_here, "this machine"
+        remedy = f"set {role}.slots or counts.{role} lower"
+        if isinstance(executor, Scheduled):
+            jobs, cores, where = min(jobs, 1), executor.request(role, 1, 1).cores, "each job"
+            remedy = f"give it {math.ceil(each / MOST_PER_CORE[role])} cores, or set {role}.slots lower"
+        if jobs * each > MOST_PER_CORE[role] * cores:
+            yield (
+                f"{role}.slots = {each}: {jobs * each} sandboxes at once wait for each other on the "
+                f"{cores} cores of {where}; a core serves about {MOST_PER_CORE[role]}: {remedy}"
+            )
 
 
 def learner(config: RunConfig) -> MemoryEstimate | None:

@@ -1,5 +1,6 @@
 """Print every batch script of a run and what it would cost, for `launch start --dry-run`; make nothing."""
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -60,7 +61,7 @@ def scripts(run: RunDir, config: RunConfig) -> list[str]:
 
 def cost_tables(config: RunConfig) -> list[RenderableType]:
     """Return tables of jobs, memory of the GPUs, and room on disk."""
-    found: list[RenderableType] = [_jobs(config)]
+    found: list[RenderableType] = [_jobs(config), *estimate.crowded(config, len(os.sched_getaffinity(0)))]
     wanted, policy, engine = job_counts.desired(config), config.policy, config.engine
     if learner := estimate.learner(config):
         found += _memory(learner)

@@ -275,6 +275,16 @@ def test_a_slurm_configuration_tells_partitions_and_the_largest_array():
     assert examine.largest_array(config, executor) == 6
 
 
+def test_slots_are_compared_with_the_cores_of_a_worker():
+    def found(*words):
+        config = configuration.read(ROOT / "configs/demo.toml", ROOT / "configs/slurm.toml", overrides=words)
+        return [(each.check, each.verdict, each.remedy) for each in examine.cores(config)]
+
+    assert found() == [("cores", "ok", "")]
+    remedy = "give it 20 cores, or set rollout.slots lower"
+    assert found("rollout.slots=320") == [("cores", "warning", remedy)]
+
+
 def run(tmp_path, *words, **env):
     command = [sys.executable, "-m", "hpc_swe.doctor", "--shared", tmp_path / "runs", *words]
     environment = {**os.environ, "PATH": "/var/empty", **env}

@@ -366,6 +366,31 @@ def test_what_is_asked_of_slurm_is_counted_for_each_role(read):
     assert found["inference"].gpus == 1
 
 
+def crowded(*words):
+    files = [ROOT / "configs/demo.toml"] + [
+        ROOT / f"configs/{word}.toml" for word in words if "=" not in word
+    ]
+    config = configuration.read(*files, overrides=[word for word in words if "=" in word])
+    return [message.partition(" ")[0] for message in estimate.crowded(config, 2)]
+
+
+@pytest.mark.parametrize(
+    ("words", "roles"),
+    [
+        ((), []),
+        (("rollout.slots=40",), ["rollout.slots"]),
+        (("rollout.slots=20", "counts.rollout=2"), ["rollout.slots"]),
+        (("reward.slots=9", "counts.rollout=0", "rollout.slots=90"), ["reward.slots"]),
+        (("slurm", "counts.rollout=100", "rollout.slots=256", "reward.slots=16"), []),
+        (("slurm", "rollout.slots=257", "reward.slots=17"), ["rollout.slots", "reward.slots"]),
+        (("slurm_demo",), []),
+    ],
+)
+def test_workers_with_more_slots_than_their_cores_serve_are_named(words, roles):
+    """Those of a cluster have the cores of their job; those of one machine share it."""
+    assert crowded(*words) == roles
+
+
 # the run folder
 
 

@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 # In a container, these are in the texts above this one.
 from hpc_swe.plugins.sandboxes._descriptors import most_open_files, send_files
 from hpc_swe.plugins.sandboxes._processes import Processes
-from hpc_swe.plugins.sandboxes._program import execute, reap
+from hpc_swe.plugins.sandboxes._program import execute, reap, thread_variables
 
 NEW_NAMESPACES = 0x10000000 | 0x20000000 | 0x00020000 | 0x40000000 | 0x08000000 | 0x04000000 | 0x02000000
 MS_RDONLY, MS_NOSUID_NOEXEC, MS_NOSUID_NODEV_NOEXEC = 1, 10, 14
@@ -49,6 +49,9 @@ MEMORY_CHECK_S = 0.25
 USER_LIMITS = {"max_user_namespaces": 0, "max_inotify_instances": 32, "max_inotify_watches": 16384}
 LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "ptmx": "pts/ptmx"}
 Table = dict[str, Any]
+
+INITIAL = dict(os.environ)
+"""Variables of the sandbox's programs."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -78,6 +81,8 @@ def serve(channel: socket.socket) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for name in [name for name in sys.modules if name.partition(".")[0] in ("ctypes", "_ctypes")]:
         del sys.modules[name]  # so that the audit event of an import shows who loads it
+    INITIAL.update(thread_variables(settings["threads"]))
+    os.environ.update(INITIAL)  # a library reads them when it is loaded, and the warm-up may load it
     exec(settings["warm_up"], {"__name__": "warm_up"})
     call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # Bind the root without its locked child mounts: only then may it be the lower layer of an overlay.
@@ -309,5 +314,4 @@ def set_limits(settings: Table) -> None:
 
 
 if __name__ == "__main__":
-    INITIAL = dict(os.environ)
     serve(socket.socket(fileno=os.dup(0)))

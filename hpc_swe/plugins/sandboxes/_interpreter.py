@@ -22,6 +22,7 @@ from pathlib import Path
 from hpc_swe.errors import SandboxError
 from hpc_swe.plugins.sandboxes._descriptors import send_files
 from hpc_swe.plugins.sandboxes._exchange import collected
+from hpc_swe.plugins.sandboxes._program import thread_variables
 from hpc_swe.processes import kill_and_wait
 
 _NAMES = ("_descriptors.py", "_program.py", "_forks.py")
@@ -92,7 +93,7 @@ class _Interpreter:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-c", _PROGRAM],
                 cwd="/",
-                env={"LANG": "C.UTF-8", "PATH": os.defpath, **_ROOM},
+                env={"LANG": "C.UTF-8", "PATH": os.defpath, **thread_variables(1), **_ROOM},
                 stdin=inner.fileno(),
                 stdout=self._errors,
                 stderr=self._errors,

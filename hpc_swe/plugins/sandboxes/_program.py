@@ -33,6 +33,13 @@ except Exception as error:
     print("not loaded:", error, flush=True)
 """
 """Loads pytest with its plugins, before any code of a task is there."""
+THREADS = ("OMP", "OPENBLAS", "MKL", "BLIS", "NUMEXPR", "RAYON")
+"""Libraries that start a thread for each core of the node, unless a variable of theirs says how many."""
+
+
+def thread_variables(threads: int) -> dict[str, str]:
+    """Return the variables with which each of these libraries starts so many threads; 0 sets none."""
+    return {f"{name}_NUM_THREADS": str(threads) for name in THREADS} if threads else {}
 
 
 def reap(*_: object) -> None:

@@ -62,8 +62,10 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Bound what one sandbox may use."""
 
     processes: int = 128
-    """Processes and threads. Libraries that start a thread per core of a large node need about this many; all
-    of them may be busy, so allow no more than are needed."""
+    """Processes and threads; all of them may be busy, so allow no more than are needed."""
+    threads: int = 1
+    """Threads that a numerical library starts in each process (OMP_NUM_THREADS and its like), for agents and
+    graders; 0 leaves what the image says, which usually is one for each core of the node."""
     file_mb: int = 64
     """Largest single file, command output included."""
     address_space_mb: int = 4096

@@ -21,6 +21,7 @@ from hpc_swe.errors import SandboxError, boundary
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.sandboxes._exchange import PipedProgram, collected, passed_on, pipes
 from hpc_swe.plugins.sandboxes._interpreter import Command
+from hpc_swe.plugins.sandboxes._program import thread_variables
 from hpc_swe.plugins.sandboxes._tree import Tree
 from hpc_swe.plugins.sandboxes.base import INTERRUPT, Clock, CommandResult, ProgramSession, Sandbox, add_files
 from hpc_swe.processes import die_with_parent, kill_and_wait
@@ -47,6 +48,9 @@ class Process(Plugin, frozen=True, kw_only=True):
     """Bytes of a command's output that are kept."""
     read_bytes: int = 1_000_000
     """Bytes of a file that are read."""
+    threads: int = 1
+    """Threads that a numerical library starts in each process (OMP_NUM_THREADS and its like), for agents and
+    graders; 0 is one for each core."""
 
     def check(self) -> None:
         """Accept every machine, and warn once."""
@@ -59,17 +63,18 @@ class Process(Plugin, frozen=True, kw_only=True):
         place = self.scratch or None
         with (
             tempfile.TemporaryDirectory(prefix="hpc_swe.", dir=place, ignore_cleanup_errors=True) as folder,
-            closing(_Folder(folder, self.read_bytes, self.output_bytes)) as sandbox,
+            closing(_Folder(folder, self)) as sandbox,
         ):
             add_files(sandbox, task.files, f"lay out the files of {task.task_id}")
             yield sandbox
 
 
 class _Folder(Tree):
-    def __init__(self, folder: str, read_bytes: int, output_bytes: int) -> None:
-        super().__init__(os.open(folder, os.O_RDONLY | os.O_DIRECTORY), read_bytes)
+    def __init__(self, folder: str, settings: Process) -> None:
+        super().__init__(os.open(folder, os.O_RDONLY | os.O_DIRECTORY), settings.read_bytes)
         self._home = folder
-        self._output_bytes = output_bytes
+        self._output_bytes = settings.output_bytes
+        self._threads = settings.threads
 
     def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
         return self._run("shell", command, timeout_s, clock or time.monotonic)
@@ -123,7 +128,8 @@ class _Folder(Tree):
     def _environment(self) -> dict[str, str]:
         path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
         about = {"PATH": path, "HOME": self._home, MARK: self._home}
-        return about | {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
+        about |= {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
+        return about | thread_variables(self._threads)
 
 
 def _await(host: socket.socket, timeout_s: float, clock: Clock) -> bytes | None:

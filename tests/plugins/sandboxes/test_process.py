@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpc_swe.plugins.sandboxes import _interpreter, process
-from hpc_swe.plugins.sandboxes._program import WARM_UP
+from hpc_swe.plugins.sandboxes._program import WARM_UP, thread_variables
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.processes import with_variable
 from tests.kit.checkout import ROOT, environment
@@ -67,7 +67,8 @@ def test_a_program_runs_in_a_fork_that_has_loaded_pytest(task):
     with Process().open(task) as sandbox:
         loaded, where, *names = sandbox.python(shows, 10).output.split()
         assert (loaded, where) == ("pytest", sandbox.run("pwd", 10).output.strip())
-        assert set(names) == {"PATH", "HOME", "LANG", "PYTHONDONTWRITEBYTECODE", process.MARK}
+        own = {"PATH", "HOME", "LANG", "PYTHONDONTWRITEBYTECODE", process.MARK}
+        assert set(names) == own | thread_variables(1).keys()
         shown = sandbox.python("print(open('/proc/self/environ').read())", 10).output
         assert f"{process.MARK}={where}\0" in shown
         assert sandbox.python("import sys; sys.modules['mine'] = 1", 10).exit_code == 0
