@@ -4,7 +4,6 @@ Every configuration keeps the rules of `of_keys`, that of an existing run too. T
 later: a run that was created before them, and breaks one, goes on.
 """
 
-import math
 import re
 from collections.abc import Iterator
 
@@ -51,10 +50,11 @@ def of_new_runs(config: RunConfig) -> Iterator[str]:
         )
     if isinstance(config.advantage, Bounded):
         lowest = config.advantage.lowest_reward
-        if lowered := _keys_below(config, lowest):
+        given = {key: value for key, value in _table(config.grader).items() if key.endswith("_reward")}
+        if lower := [f"grader.{key} = {value:g}" for key, value in given.items() if value < lowest]:
             yield (
-                f"[advantage] needs rewards of {lowest:g} or more, but {' and '.join(lowered)} can give "
-                "lower ones; set these keys to 0, or use the advantage grpo"
+                f"[advantage] needs rewards of {lowest:g} or more, but found {' and '.join(lower)}; raise "
+                "that, or use the advantage grpo"
             )
 
 
@@ -74,23 +74,6 @@ def _wrong_batch_wait(config: RunConfig) -> Iterator[str]:
             "coordinator that reports less than once in ten minutes for absent, and would wait for longer "
             "than learner.batch_wait_s"
         )
-
-
-def _keys_below(config: RunConfig, lowest: float) -> list[str]:
-    """Name the keys that can make a reward lower than `lowest`."""
-    shaping = config.shaping
-    table = _table(config.grader)
-    rewards = {name: value for name, value in table.items() if name.endswith("_reward")}
-    found = [f"grader.{name} = {value:g}" for name, value in rewards.items() if value < lowest]
-    length = shaping.overlong_penalty if shaping.overlong_from else 0.0
-    if length and min(rewards.values(), default=-math.inf) - length < lowest:
-        found.append(f"shaping.overlong_from = {shaping.overlong_from}")
-    # The same arithmetic as in `shaped`, so that rounding cannot make a reward lower than it is here.
-    turns = _table(config.agent).get("max_turns", math.inf)
-    resolved = rewards.get("resolved_reward", -math.inf)
-    if shaping.turn_penalty and resolved - (length + shaping.turn_penalty * turns) < lowest:
-        found.append(f"shaping.turn_penalty = {shaping.turn_penalty:g} in {turns} turns")
-    return found
 
 
 def _table(value: object) -> dict[str, float]:

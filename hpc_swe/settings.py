@@ -273,8 +273,8 @@ class SftConfig(Record, frozen=True, kw_only=True):
 
 
 class ShapingConfig(Record, frozen=True, kw_only=True):
-    """Rewards are changed by these terms before advantages are computed; curves of rewards and solve rates
-    keep the grader's numbers."""
+    """An episode's advantage falls by as much as its penalty exceeds the mean of its group. Which groups have
+    signal, and the curves of rewards and solve rates, depend on the grader's rewards alone."""
 
     overlong_from: Natural = 0
     """Sampled tokens of an episode from which it is penalized; 0 penalizes none. Replies that did not reach
@@ -284,7 +284,7 @@ class ShapingConfig(Record, frozen=True, kw_only=True):
     overlong_penalty: Annotated[float, Meta(ge=0)] = 1.0
     """Largest penalty of length."""
     turn_penalty: Annotated[float, Meta(ge=0)] = 0.0
-    """Taken from the reward of a resolved episode for each of its turns."""
+    """Penalty of a resolved episode for each of its turns."""
 
 
 class LeaseConfig(Record, frozen=True, kw_only=True):

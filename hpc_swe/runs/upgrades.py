@@ -50,6 +50,12 @@ CHANGES = (
         lambda config: config.mode == "grpo" and config.learner.loss.sampler_coefficient > 0,
     ),
     TrainingChange(
+        "penalties without division",
+        "the penalties of [shaping] enter advantages without division by the spread of the group, and a "
+        "group whose rewards are equal has no signal, whatever its penalties are",
+        lambda config: config.shaping != ShapingConfig(),
+    ),
+    TrainingChange(
         "evaluations by step",
         "evaluations are numbered by steps: one that is under way is dropped and not repeated. To keep it, "
         "let the old code finish it first",

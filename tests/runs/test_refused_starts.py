@@ -83,17 +83,12 @@ def read(model):
             "learner.export_every = 2: .* set it to 6",
         ),
         (
-            [*MAX_RL, "shaping.turn_penalty=0.21", "agent.max_turns=5"],
-            "0 or more, but shaping.turn_penalty = 0.21 in 5 turns can",
+            ["advantage={type='max_rl'}"],
+            "0 or more, but found grader.cheated_reward = -1; ",
         ),
         (
-            [*MAX_RL, "shaping.overlong_from=9", "shaping.overlong_to=12"],
-            "but shaping.overlong_from = 9 can",
-        ),
-        (["advantage={type='max_rl'}"], "but grader.cheated_reward = -1 can"),
-        (
-            [NO_CHARGE, "advantage={type='shuffled', of={type='max_rl'}}", "shaping.turn_penalty=0.3"],
-            "set these keys to 0, or use the advantage grpo",
+            ["advantage={type='shuffled', of={type='max_rl'}}", NO_CHARGE, "grader.unresolved_reward=-0.5"],
+            "unresolved_reward = -0.5.* or use the advantage grpo",
         ),
         (["learner.loss.mask_low=0.5"], "mask_low = 0.5 has no meaning .* or use decoupled"),
         (
@@ -114,24 +109,10 @@ def test_keys_that_contradict_each_other_are_refused_in_new_runs(read, tmp_path,
     assert any("set it to 8" in each for each in complaints(run, changed))
 
 
-PAID = "grader={resolved_reward=0.7, unresolved_reward=0.25, cheated_reward=0.25}"
-
-
-@pytest.mark.parametrize(
-    ("words", "refused"),
-    [
-        ([], True),  # a cheat costs 1
-        ([NO_CHARGE, "shaping.turn_penalty=0.2"], False),
-        (["shaping.turn_penalty=0.07", "agent.max_turns=10", PAID], True),  # 0.7 - 0.07 * 10 is below 0
-        (["shaping.turn_penalty=0.069", "agent.max_turns=10", PAID], False),
-        (["shaping={overlong_from=9, overlong_to=12, overlong_penalty=0.25}", PAID], False),
-        (["shaping={overlong_from=9, overlong_to=12, overlong_penalty=0.26}", PAID], True),
-        (["shaping={overlong_from=9, overlong_to=12, overlong_penalty=0.25, turn_penalty=0.1}", PAID], True),
-    ],
-)
-def test_max_rl_is_refused_only_if_a_reward_can_become_negative(read, tmp_path, words, refused):
-    config = read("advantage={type='max_rl'}", "agent.max_turns=5", *words)
-    assert [bool(found) for found in [complaints(RunDir(tmp_path / "run"), config)]] == [refused]
+def test_max_rl_is_not_refused_for_penalties_which_never_enter_it(read, tmp_path):
+    words = ["shaping={overlong_from=9, overlong_to=12, turn_penalty=1.0}"]
+    config = read(*MAX_RL, "agent.max_turns=5", *words)
+    assert complaints(RunDir(tmp_path / "run"), config) == []
 
 
 TESTS = "from m import f\n" + "".join(

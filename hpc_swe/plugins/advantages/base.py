@@ -22,6 +22,14 @@ class Bounded(Protocol):
 
 
 @runtime_checkable
+class Arranging(Protocol):
+    """Mark an estimator that gives an episode the advantage of another one, and so its penalty too."""
+
+    def arranged(self, values: Sequence[float]) -> list[float]:
+        """Return the values of the episodes of a group, as the advantages are arranged."""
+
+
+@runtime_checkable
 class PerGroup(Protocol):
     """Mark an estimator that differs by group; the coordinator asks it for the one of each group."""
 

@@ -22,7 +22,7 @@ class MaxRl(Plugin, frozen=True, kw_only=True):
         if min(rewards) < self.lowest_reward:
             raise ConfigError(
                 f"[advantage] max_rl needs rewards of 0 or more, but got {min(rewards)}; set the grader's "
-                "reward of a failure to 0 and the penalties of [shaping] to 0, or use grpo"
+                "reward of a failure to 0, or use grpo"
             )
         mean = fmean(rewards)
         return [(reward - mean) / mean if mean > 0 else 0.0 for reward in rewards]

@@ -34,6 +34,10 @@ class Shuffled(Plugin, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, seed=zlib.crc32(f"{self.seed}/{group_id}".encode()))
 
     def __call__(self, rewards: Sequence[float]) -> list[float]:
-        advantages: list[float] = plugins.load("advantages", self.of)(rewards)
-        random.Random(self.seed).shuffle(advantages)
-        return advantages
+        return self.arranged(plugins.load("advantages", self.of)(rewards))
+
+    def arranged(self, values: Sequence[float]) -> list[float]:
+        """Return the values in the order of the permutation."""
+        dealt = list(values)
+        random.Random(self.seed).shuffle(dealt)
+        return dealt

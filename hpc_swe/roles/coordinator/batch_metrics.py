@@ -11,10 +11,10 @@ from statistics import fmean, pstdev
 import numpy as np
 
 from hpc_swe.records import FREE, Batch, MicroBatch, ScoredEpisode
-from hpc_swe.roles.coordinator.batches import BatchPlan, GroupDecision, has_signal
+from hpc_swe.roles.coordinator.batches import BatchPlan, GroupDecision
 from hpc_swe.roles.coordinator.groups import Group
 from hpc_swe.roles.coordinator.samples import count_sequences, sampled_tokens
-from hpc_swe.roles.coordinator.shaping import shaped
+from hpc_swe.roles.coordinator.shaping import penalty
 from hpc_swe.settings import ShapingConfig
 
 Decided = list[tuple[Group, GroupDecision]]
@@ -37,7 +37,7 @@ def of_batch(groups: Sequence[Group], batch_plan: BatchPlan) -> dict[str, float]
         "reward/trained_mean": _mean(_rewards(trained)),
         "solve/train": _solved(results),
         "solve/trained": _solved(trained),
-        "groups/signal_rate": _mean([any(map(has_signal, decision.episodes)) for _, decision in decided]),
+        "groups/signal_rate": _mean([decision.has_signal for _, decision in decided]),
         "groups/no_signal": kinds["no_signal"],
         "groups/dropped_few": kinds["too_few"],
         "groups/dropped_old": kinds["too_old"],
@@ -61,13 +61,14 @@ def of_sources(
             decisions = [batch_plan.decisions[group.key[1]] for group in own]
             values[f"taskset/reward/{source}"] = _mean(_rewards(results))
             values[f"taskset/solve/{source}"] = _solved(results)
-            values[f"taskset/signal/{source}"] = _mean([any(map(has_signal, d.episodes)) for d in decisions])
+            values[f"taskset/signal/{source}"] = _mean([d.has_signal for d in decisions])
     return values
 
 
 def mean_shaped(groups: Sequence[Group], config: ShapingConfig) -> float:
-    """Return the mean shaped reward of the groups' results."""
-    return _mean([shaped(scored, config) for group in groups for scored in group.results])
+    """Return the mean reward of the groups' results, less their penalties."""
+    results = [scored for group in groups for scored in group.results]
+    return _mean(_rewards(results)) - _mean([penalty(scored, config) for scored in results])
 
 
 def of_packing(batches: Sequence[Batch], budget: int) -> dict[str, float]:

@@ -8,15 +8,16 @@ else in the spools. The content of a batch is a function of the results of its g
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 from hpc_swe.errors import CorruptRecord, LostRace
-from hpc_swe.plugins.advantages.base import Advantage, PerGroup
+from hpc_swe.plugins.advantages.base import Advantage, Arranging, PerGroup
 from hpc_swe.records import Batch, BatchManifest, CoordinatorState, ScoredEpisode
 from hpc_swe.roles.coordinator.groups import Group
 from hpc_swe.roles.coordinator.packing import pack_minibatches, token_weights
 from hpc_swe.roles.coordinator.samples import EpisodeSamples, make_samples
-from hpc_swe.roles.coordinator.shaping import shaped
+from hpc_swe.roles.coordinator.shaping import penalty
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import BatchesConfig, GroupsConfig, ShapingConfig
 from hpc_swe.store import atomic, folders, weights
@@ -47,6 +48,8 @@ class GroupDecision:
     status: Literal["trained", "no_signal", "too_few", "too_old"]
     episodes: list[EpisodeSamples]
     """Episodes with a loss."""
+    has_signal: bool = False
+    """Whether rewards alone give a trained token an advantage that is not 0."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class BatchPlan:
 def decide(group: Group, step: int, settings: BatchSettings, weight: float = 1.0) -> GroupDecision:
     """Compute the advantages and samples of a group in batch `step`, and decide if it is trained.
 
-    The advantages are multiplied by `weight`.
+    The advantages are multiplied by `weight`. Penalties change them, but not whether the group has signal.
 
     A truncated episode is trained (``train``), counts for the baseline of its siblings only (``mask_loss``),
     or not at all (``drop_from_baseline``); an episode without a loss is in no denominator. A group with a
@@ -77,18 +80,18 @@ def decide(group: Group, step: int, settings: BatchSettings, weight: float = 1.0
     baseline = [s for s in group.results if not (drops and s.episode.exit_status.is_truncated)]
     if len(baseline) < 2:
         return GroupDecision("too_few", [])
-    episodes = [
-        make_samples(
-            s.episode, weight * advantage, settings.batches.train_chains, step, limits.max_token_staleness
-        )
-        for s, advantage in zip(baseline, _advantages(group, baseline, settings), strict=True)
-        if overlong == "train" or not s.episode.exit_status.is_truncated
-    ]
+    chains, estimates = settings.batches.train_chains, _estimates(group, baseline, settings)
+    episodes, has_signal = [], False
+    for s, (by_reward, advantage) in zip(baseline, estimates, strict=True):
+        if overlong == "train" or not s.episode.exit_status.is_truncated:
+            cut = make_samples(s.episode, weight * advantage, chains, step, limits.max_token_staleness)
+            episodes.append(cut)
+            has_signal |= cut.tokens > 0 and abs(by_reward) > NO_SIGNAL
     if limits.hard_max_staleness and any((c.staleness > limits.hard_max_staleness).any() for c in episodes):
         return GroupDecision("too_old", [])
-    if limits.resample and not any(has_signal(c) for c in episodes):
+    if limits.resample and not has_signal:
         return GroupDecision("no_signal", [])
-    return GroupDecision("trained", episodes)
+    return GroupDecision("trained", episodes, has_signal)
 
 
 def plan_batch(
@@ -194,13 +197,16 @@ def newest(run: RunDir) -> BatchManifest | None:
     return None
 
 
-def _advantages(group: Group, baseline: list[ScoredEpisode], settings: BatchSettings) -> list[float]:
+def _estimates(
+    group: Group, baseline: list[ScoredEpisode], settings: BatchSettings
+) -> list[tuple[float, float]]:
+    """Return two advantages of each episode: by the rewards alone, and less its penalty beyond the mean."""
     estimator = settings.advantage
     if isinstance(estimator, PerGroup):
         estimator = estimator.for_group(group.key[1])
-    return estimator([shaped(scored, settings.shaping) for scored in baseline])
-
-
-def has_signal(c: EpisodeSamples) -> bool:
-    """Tell whether an episode has trained tokens and an advantage that is not 0."""
-    return c.tokens > 0 and abs(c.advantage) > NO_SIGNAL
+    by_reward = estimator([scored.score.reward or 0.0 for scored in baseline])
+    penalties = [penalty(scored, settings.shaping) for scored in baseline]
+    mean = fmean(penalties)
+    if isinstance(estimator, Arranging):
+        penalties = estimator.arranged(penalties)
+    return [(value, value - (taken - mean)) for value, taken in zip(by_reward, penalties, strict=True)]

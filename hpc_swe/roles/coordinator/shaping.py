@@ -1,10 +1,15 @@
-"""Shape the rewards of a group before its advantages are computed.
+"""Compute what [shaping] takes from the advantages of a group.
 
-    shaped = reward - length - turns
+    penalty   = length + turns
+    advantage = estimate from the rewards alone - (penalty - mean penalty of the group)
+
+An estimator may divide by the spread of a group, or by its mean. A penalty inside would make the spread that
+it is divided by: where all are resolved and one took one more turn, that turn would count as much as a
+failure does elsewhere. So rewards alone decide whether a group has signal, and how it is scaled.
 
 length is the soft overlong punishment (Yu et al. 2025, DAPO, arXiv 2503.14476, eq. 13): with n sampled tokens
 in the episode it is 0 up to `overlong_from`, grows linearly, and is `overlong_penalty` from `overlong_to` on.
-It says that a long episode is worse before a limit cuts it off, also among episodes that all failed.
+It says that a long episode is worse before a limit cuts it off, also among the failures of a group.
 
 Both count delivered turns only. A reply that was lost with its connection is no choice of the policy.
 
@@ -16,13 +21,11 @@ from hpc_swe.records import ScoredEpisode
 from hpc_swe.settings import ShapingConfig
 
 
-def shaped(scored: ScoredEpisode, config: ShapingConfig) -> float:
-    """Return the reward from which the advantage of an episode is computed."""
+def penalty(scored: ScoredEpisode, config: ShapingConfig) -> float:
+    """Return what is taken from an episode for its length and its turns."""
     turns = [turn for turn in scored.episode.turns if turn.delivered]
-    penalty = overlong(sum(len(turn.completion) for turn in turns), config)
-    if scored.score.outcome == "resolved":
-        penalty += config.turn_penalty * len(turns)
-    return (scored.score.reward or 0.0) - penalty
+    length = overlong(sum(len(turn.completion) for turn in turns), config)
+    return length + (config.turn_penalty * len(turns) if scored.score.outcome == "resolved" else 0.0)
 
 
 def overlong(tokens: int, config: ShapingConfig) -> float:

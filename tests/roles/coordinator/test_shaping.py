@@ -1,14 +1,18 @@
-"""What shaping takes from a reward, and that it changes advantages alone."""
+"""What shaping takes from an advantage, and that rewards alone decide about a group and its scale."""
 
 import pytest
 from msgspec.structs import replace
 
+from hpc_swe.plugins.advantages.base import Advantage
 from hpc_swe.plugins.advantages.grpo import Grpo
-from hpc_swe.records import RolloutRequest, Sampling
+from hpc_swe.plugins.advantages.max_rl import MaxRl
+from hpc_swe.plugins.advantages.rloo import Rloo
+from hpc_swe.plugins.advantages.shuffled import Shuffled
+from hpc_swe.records import RolloutRequest, Sampling, ScoredEpisode
 from hpc_swe.roles.coordinator import batches
 from hpc_swe.roles.coordinator.batches import BatchSettings
 from hpc_swe.roles.coordinator.groups import Group, Member
-from hpc_swe.roles.coordinator.shaping import overlong, shaped
+from hpc_swe.roles.coordinator.shaping import overlong, penalty
 from hpc_swe.settings import BatchesConfig, GroupsConfig, ShapingConfig
 from tests.kit.coordinator_kit import result
 
@@ -23,39 +27,74 @@ def test_the_penalty_of_length_grows_linearly_between_its_bounds(tokens, penalty
     assert overlong(tokens, ShapingConfig()) == 0.0
 
 
-def episode(index: int, value: float):
-    """Of 3 + index sampled tokens and one turn."""
+def episode(index: int, value: float, turns: int = 1):
+    """Of 3 + index sampled tokens in each turn."""
     request = RolloutRequest(group_id=0, index=index, task_id="t", seed=0, sampling=Sampling())
-    return result(request, value)
+    scored = result(request, value)
+    return replace(scored, episode=replace(scored.episode, turns=scored.episode.turns * turns))
 
 
 def test_turns_cost_those_that_resolved_and_no_others():
     config = ShapingConfig(turn_penalty=0.25)
-    assert shaped(episode(0, 1.0), config) == 0.75
-    assert shaped(episode(0, 0.0), config) == 0.0, "else giving up first would be best of all failures"
+    assert penalty(episode(0, 1.0, turns=2), config) == 0.5
+    assert penalty(episode(0, 0.0), config) == 0.0, "else giving up first would be best of all failures"
 
 
 def test_a_reply_that_did_not_arrive_costs_nothing():
     config = ShapingConfig(turn_penalty=0.25, overlong_from=3, overlong_to=4)
     scored = episode(0, 1.0)
     lost = replace(scored.episode.turns[0], delivered=False)
-    assert (
-        shaped(replace(scored, episode=replace(scored.episode, turns=[lost, *scored.episode.turns])), config)
-        == 0.75
-    )
+    turns = [lost, *scored.episode.turns]
+    assert penalty(replace(scored, episode=replace(scored.episode, turns=turns)), config) == 0.25
 
 
-def advantages(shaping: ShapingConfig, *values: float) -> list[float]:
-    members = [
-        Member(scored.episode.request, 0.0, scored, state="done")
-        for scored in (episode(index, value) for index, value in enumerate(values))
-    ]
-    limits = replace(GroupsConfig(), resample=False)
-    settings = BatchSettings(limits, BatchesConfig(), Grpo(), 1, shaping)
-    return [c.advantage for c in batches.decide(Group(("train", 0), members), 0, settings).episodes]
+GRPO = Grpo()
 
 
-def test_advantages_come_from_shaped_rewards():
-    assert advantages(ShapingConfig(), 1.0, 0.0) == [0.5, -0.5]
-    assert advantages(ShapingConfig(overlong_from=3, overlong_to=4), 0.0, 0.0) == [0.5, -0.5]
-    assert advantages(ShapingConfig(turn_penalty=0.5), 1.0, 0.0) == [0.25, -0.25]
+def decide(shaping: ShapingConfig, *scored: ScoredEpisode, estimator: Advantage = GRPO, resample=True):
+    members = [Member(each.episode.request, 0.0, each, state="done") for each in scored]
+    limits = GroupsConfig(resample=resample)
+    settings = BatchSettings(limits, BatchesConfig(), estimator, 1, shaping)
+    return batches.decide(Group(("train", 0), members), 0, settings)
+
+
+def advantages(*arguments, **options) -> list[float]:
+    return [c.advantage for c in decide(*arguments, **options, resample=False).episodes]
+
+
+SLOW = [episode(index, 1.0, turns=3) for index in range(7)] + [episode(7, 1.0, turns=4)]
+LOST = SLOW[:7] + [episode(7, 0.0)]
+TURNS = ShapingConfig(turn_penalty=0.02)
+LENGTH = ShapingConfig(overlong_from=3, overlong_to=13, overlong_penalty=0.01)
+
+
+def test_penalties_are_taken_from_advantages():
+    assert advantages(ShapingConfig(), episode(0, 1.0), episode(1, 0.0)) == [0.5, -0.5]
+    assert advantages(ShapingConfig(turn_penalty=0.5), episode(0, 1.0), episode(1, 0.0)) == [0.25, -0.25]
+    assert advantages(LENGTH, episode(0, 0.0), episode(5, 0.0)) == pytest.approx([0.0025, -0.0025])
+
+
+@pytest.mark.parametrize("estimator", [Grpo(), Grpo(scale_by_std=True), Rloo(), MaxRl()])
+def test_no_estimator_divides_a_penalty(estimator):
+    """One more turn counts as much as the key says, and not as much as a failure."""
+    assert advantages(TURNS, *SLOW, estimator=estimator) == pytest.approx([0.0025] * 7 + [-0.0175])
+    plain = advantages(ShapingConfig(), *LOST, estimator=estimator)
+    expected = [value - 0.0075 for value in plain[:7]] + [plain[7] + 0.0525]
+    assert advantages(TURNS, *LOST, estimator=estimator) == pytest.approx(expected)
+    length = advantages(LENGTH, episode(0, 1.0), episode(1, 1.0), estimator=estimator)
+    assert length == pytest.approx([0.0005, -0.0005])
+
+
+@pytest.mark.parametrize("shaping", [TURNS, LENGTH])
+def test_a_group_is_selected_by_its_rewards_alone(shaping):
+    assert decide(shaping, *SLOW).status == "no_signal"
+    assert not decide(shaping, *SLOW, resample=False).has_signal
+    assert decide(shaping, *LOST).has_signal
+    half = [episode(index, value) for index, value in enumerate((0.0, 0.5, 1.0))]
+    assert decide(shaping, *half).status == "trained", "the middle one has no advantage by its reward"
+
+
+def test_the_control_shuffles_penalties_with_their_rewards():
+    dealt = advantages(TURNS, *LOST, estimator=Shuffled(seed=1, of={"type": "grpo"}))
+    assert dealt != advantages(TURNS, *LOST)
+    assert sorted(dealt) == pytest.approx(sorted(advantages(TURNS, *LOST)))
