@@ -2,17 +2,18 @@ import random
 from collections import Counter
 from itertools import islice
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from hpc_swe.records import BatchManifest, Sampling, ScoredEpisode
+from hpc_swe.records import Batch, BatchManifest, Sampling, ScoredEpisode, float_array
 from hpc_swe.roles.coordinator.curriculum import TaskPlan, WeightedTasks, visits
 from hpc_swe.roles.coordinator.dispatch import RequestPlan
 from hpc_swe.roles.coordinator.groups import Group, Member
 from hpc_swe.settings import CurriculumConfig
-from hpc_swe.store import folders, task_history
+from hpc_swe.store import atomic, folders, task_history
 from hpc_swe.store.spool import Spool
 from hpc_swe.store.task_history import RunHistory
 from tests.kit.coordinator_kit import (
@@ -239,3 +240,24 @@ def test_a_result_for_another_task_than_planned_is_not_taken(tmp_path):
     mode.iterate(make_maintenance(run).snapshot())
     assert mode._ledger.member(name).state == "open"
     assert list(scored.addresses("ready")) == []
+
+
+def test_the_advantages_of_a_batch_have_the_weights_of_their_groups(tmp_path):
+    """Rewards are 0 and 1 and groups are pairs, so that each advantage is half a weight."""
+    settled = CurriculumConfig(rest=1, settled_after=1, reweight=True)
+    finish(run := rundir(tmp_path), steps=6, curriculum=settled)
+    seen = set()
+    for step in range(6):
+        last = manifest(run, step)
+        known = task_history.read(run, step, last.after.next_group).weights
+        micro = [m for part in read_parts(run, step) for m in part.microbatches]
+        found = np.abs(np.concatenate([float_array(m.advantages) for m in micro]))
+        weights = [known.get(group, 1.0) for group in last.groups]
+        assert set((2 * found[found > 0]).tolist()) == set(weights)
+        seen |= set(weights)
+    assert len(seen) > 1, "some groups stand for several visits"
+
+
+def read_parts(run, step) -> list[Batch]:
+    names = [name for name in manifest(run, step).files if name.startswith("rank")]
+    return [atomic.get(run.batch(step) / name, Batch) for name in names]

@@ -3,10 +3,11 @@
 import itertools
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from hpc_swe.metrics import Log
-from hpc_swe.records import Batch, id_array, ids
+from hpc_swe.records import Batch, float_array, id_array, ids
 from hpc_swe.roles.coordinator import batches, sft
 from hpc_swe.store import atomic
 from hpc_swe.store.trajectories import Trajectory
@@ -43,6 +44,25 @@ def trained(run, step, name="rank_file") -> list[int]:
     shares = [atomic.get(run.batch(step) / getattr(run, name)(rank), Batch) for rank in (0, 1)]
     micro = [m for share in shares for m in share.microbatches if any(m.mask)]
     return sorted(int(t) - 100 for m in micro for t in id_array(m.token_ids)[1::4])
+
+
+def test_every_token_with_a_loss_weighs_alike_whatever_its_sample(run):
+    """The loss of a batch is the mean over its tokens: long answers are not trained less than short ones."""
+    answers = (1, 2, 5, 8)
+    samples = [
+        sft.as_sample(
+            Trajectory(name=str(n), split="train", token_ids=ids([1] * (n + 1)), mask=b"\0" + b"\1" * n)
+        )
+        for n in answers
+    ]
+    schedule = sft.SftSchedule(1, len(samples), 16, 2)
+    sft.WarmStart(run, iter(samples), schedule, Log(run.metric_log("c"))).iterate(
+        make_maintenance(run).snapshot()
+    )
+    shares = [atomic.get(run.batch(0) / run.rank_file(rank), Batch) for rank in (0, 1)]
+    micro = [m for share in shares for m in share.microbatches]
+    weights = np.concatenate([float_array(m.weights) for m in micro])
+    assert weights[weights > 0] == pytest.approx([1 / sum(answers)] * sum(answers))
 
 
 def test_each_pass_trains_every_sample_once_in_its_own_order(run):

@@ -36,3 +36,12 @@ def test_a_checkpoint_that_may_not_be_finite_is_taken_last(run: RunDir):
     version = WeightVersion(incarnation=2, step=6)  # the steps were repeated, and all was well
     published(run.weight(version), WeightManifest(writer="w", files={}, version=version, tensors={}))
     assert steps() == [4, 2]
+
+
+def test_what_the_last_learner_saved_comes_before_later_steps_of_another(run: RunDir):
+    """A learner that had to go back trains other batches than the one before it, whose steps went further."""
+    for step, incarnation in ((4, 1), (2, 2), (3, 2)):
+        made = CheckpointManifest(writer="w", files={}, step=step, incarnation=incarnation, tensor_parallel=1)
+        published(run.checkpoint(step, incarnation), made)
+    found = [(manifest.incarnation, manifest.step) for _, manifest in _checkpoints(run)]
+    assert found == [(2, 3), (2, 2), (1, 4)]
