@@ -117,8 +117,10 @@ _OBJECTIVES = {
     "mask_high": ("decoupled",),
     "sequence_clip_low": ("gspo",),
     "sequence_clip_high": ("gspo",),
-    "sampler_coefficient": ("sampler_ratio", "decoupled", "gspo", "cispo"),
-    "kl_coefficient": ("sampler_ratio", "decoupled", "gspo", "cispo"),
+    **dict.fromkeys(
+        ("mask_shift", "mask_sequence", "sampler_coefficient", "kl_coefficient"),
+        ("sampler_ratio", "decoupled", "gspo", "cispo"),
+    ),
 }
 """Key of [learner.loss] -> the objectives with which it may be set. Others are read by most objectives."""
 

@@ -51,6 +51,11 @@ class LossConfig(Record, frozen=True, kw_only=True):
     """decoupled: tokens with pi_prox / mu below this are not trained; 0 is off."""
     mask_high: Annotated[float, Meta(ge=0)] = 0.0
     """decoupled: tokens with pi_prox / mu above this are not trained; 0 is off."""
+    mask_shift: Annotated[float, Meta(ge=0)] = 0.0
+    """Tokens whose probability has moved by more than this since they were sampled, in the direction of their
+    advantage, are not trained (DPPO); 0 is off. cispo has no clip that would stop them before."""
+    mask_sequence: Annotated[float, Meta(ge=0)] = 0.0
+    """Sequences of negative advantage whose mean log mu - log pi is above this are not trained; 0 is off."""
     sampler_coefficient: Annotated[float, Meta(ge=0)] = 0.01
     """Weight of (log pi - log mu)^2, which pulls the weights back to those that sampled; 0 is off."""
     kl_coefficient: Annotated[float, Meta(ge=0)] = 0.0

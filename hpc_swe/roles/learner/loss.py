@@ -1,6 +1,7 @@
 """Define what a step minimizes: the sum over trained tokens of weight times term, divided by nothing.
 
-The term of a token is that of its objective, of which each has a file in objectives/, and
+The term of a token is that of its objective, of which each has a file in objectives/, or 0 where masks.py
+leaves the token out, and
 
     + sampler_coefficient d^2,  d = log pi - log mu
 
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from hpc_swe.plugins.policies.base import LossConfig, TrainedTokens
 from hpc_swe.roles.learner import token_statistics
+from hpc_swe.roles.learner.masks import masks
 from hpc_swe.roles.learner.objectives.base import LARGEST, TokenObjective, before_batch, ratio_of
 
 
@@ -46,6 +48,8 @@ class PolicyObjective:
     def __call__(self, tokens: TrainedTokens) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss; the sums of `token_statistics.totals`; the largest |log pi_prox - log mu|."""
         term, means = self._objective(tokens, self._config)
+        for name, mask in masks(tokens, self._config).items():
+            term, means[name] = term.masked_fill(mask, 0.0), mask
         if self._objective.is_sampled and self._config.sampler_coefficient:
             square = (tokens.logprobs - tokens.sampler).square()
             term = term + self._config.sampler_coefficient * square

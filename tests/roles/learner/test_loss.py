@@ -77,6 +77,46 @@ def test_a_run_that_says_nothing_has_the_square_and_its_curve():
     assert "policy/sampler_square" not in metrics(make(), objective="sft")
 
 
+SAMPLED = sorted({*OBJECTIVES} - {"sft"})
+WIDE = {"clip_low": 1.0, "clip_high": 9.0, "sequence_clip_low": 1.0, "sequence_clip_high": 9.0}
+
+
+@pytest.mark.parametrize("objective", SAMPLED)
+@pytest.mark.parametrize(
+    ("masks", "sign", "left_out", "curve"),
+    [
+        # the probabilities have moved by .1, -.05 and .4
+        ({"mask_shift": 0.07}, 1, [True, False, True], "ratio/shifted_share"),
+        ({"mask_shift": 0.04}, 1, [True, True, True], "ratio/shifted_share"),
+        ({"mask_shift": 0.04}, -1, [False, False, False], "ratio/shifted_share"),  # all of them move back
+        # each token is a sequence here: mean log mu - log pi is -.22, .29 and -.59
+        ({"mask_sequence": 0.28}, 1, [False, True, False], "ratio/diverged_share"),
+        ({"mask_sequence": 0.30}, 1, [False, False, False], "ratio/diverged_share"),
+        ({"mask_sequence": 0.28}, -1, [False, False, False], "ratio/diverged_share"),
+    ],
+)
+def test_masks_take_the_objective_of_a_token_and_leave_the_square(objective, masks, sign, left_out, curve):
+    def slopes(**more) -> list[float]:
+        tokens = make(advantages=[sign * a for a in ADVANTAGES])
+        return loss_and_slope(tokens, objective=objective, **WIDE, **more)[1]
+
+    expected = [0.0 if out else slope for slope, out in zip(slopes(), left_out, strict=True)]
+    assert slopes(**masks) == pytest.approx(expected)
+    pulled = [new - old for new, old in zip(slopes(sampler_coefficient=0.1), slopes(), strict=True)]
+    both = [slope + pull for slope, pull in zip(expected, pulled, strict=True)]
+    assert slopes(**masks, sampler_coefficient=0.1) == pytest.approx(both)
+    tokens = make(advantages=[sign * a for a in ADVANTAGES])
+    assert metrics(tokens, objective=objective, **masks)[curve] == pytest.approx(sum(left_out) / 3)
+
+
+def test_a_sequence_is_masked_as_a_whole_by_its_mean():
+    """Means of log mu - log pi: .03 of tokens 0 and 1, -.59 of token 2."""
+    tokens = make(advantages=[-1.0, -1.0, -1.0], sequence=[1, 1, 2])
+    slope = loss_and_slope(tokens, objective="cispo", mask_sequence=0.02)[1]
+    assert slope[:2] == [0.0, 0.0]
+    assert slope[2] > 0
+
+
 def test_sampler_ratio_clips_on_both_sides():
     # 1.25 is inside 0.8 .. 1.28: term -1.25, slope -1.25. 0.75 with A < 0: term 0.8, no slope.
     # 1.8 with A > 0: term -1.28, no slope.
@@ -255,7 +295,7 @@ def test_statistics_add_up_over_any_split(objective):
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_curves_of_every_objective_are_documented(objective):
-    found = metrics(make(), objective=objective) | metrics(
+    found = metrics(make(), objective=objective, mask_shift=0.1, mask_sequence=0.1) | metrics(
         dataclasses.replace(make(reference=PI), proximal=torch.zeros(3)), kl_coefficient=0.1
     )
     assert [name for name in found if not meaning(name)] == []
