@@ -352,6 +352,42 @@ def test_tick_submits_the_difference_and_nothing_under_an_order(tmp_path, read):
         control.stop(run, config, now=True)
 
 
+@pytest.mark.slow
+def test_stop_and_start_at_once_lose_no_role_and_change_settings(tmp_path, read, model):
+    """Typed as a person types it: the jobs of the second start are new, and all there."""
+    run, roles = RunDir(tmp_path / "run"), ["coordinator", "reward"]
+    try:
+        control.start(run, read("tasks.train=8", *(f"counts.{role}=1" for role in roles)))
+        for slots in (2, 3):
+            until(lambda: {path.name.partition("-")[0] for path in run.nodes.iterdir()} == {*roles})
+            old = control.alive(run, existing.load(run))
+            assert command("stop", run.root).returncode == 0
+            done = command("start", "--run", run.root, f"reward.slots={slots}")
+            assert done.returncode == 0, done.stderr
+            assert done.stdout.strip().endswith("submitted 1 coordinator, 1 reward")
+            config = existing.load(run)
+            assert {job.role for job in config.executor.queue(run)} == {*roles}
+            assert set(old).isdisjoint(control.alive(run, config))
+            assert submit.tick(run, config).submit == {}
+    finally:
+        control.stop(run, read(), now=True)
+
+
+def test_a_start_says_which_jobs_do_not_end_and_leaves_the_order(tmp_path, read, monkeypatch):
+    run, config = RunDir(tmp_path / "run"), read("counts.reward=1", 'executor.setup=["sleep 600"]')
+    monkeypatch.setattr(control, "FINISH_S", 0.5)
+    try:
+        control.start(run, config)
+        [job] = control.alive(run, config)
+        command("stop", run.root)
+        with pytest.raises(DeadlineError, match=f"1 jobs .* control/DRAIN .*{job}.*nothing was started"):
+            control.start(run, config)
+        assert atomic.names(run.control) == ["DRAIN"]
+        assert control.alive(run, config) == [job]
+    finally:
+        control.stop(run, config, now=True)
+
+
 @pytest.mark.parametrize("words", [[], ["--now"]])
 def test_a_stop_on_a_full_disk_is_one_error_that_says_what_goes_on(tmp_path, read, words):
     small = tmp_path / "small"

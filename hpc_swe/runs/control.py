@@ -9,16 +9,17 @@ import msgspec
 
 from hpc_swe import config as configuration
 from hpc_swe import job_counts
-from hpc_swe.errors import ConfigError, HpcSweError, StorageError
+from hpc_swe.errors import ConfigError, DeadlineError, HpcSweError, StorageError
 from hpc_swe.records import Role, RunManifest
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import checks, create, submit, trajectories, upgrades
 from hpc_swe.runs.existing import is_copy, load
 from hpc_swe.runs.submit import TickResult
 from hpc_swe.settings import RunConfig
-from hpc_swe.store import atomic, submissions, supervision
+from hpc_swe.store import atomic, orders, submissions, supervision
 
 GRACE_S = 10.0  # seconds that `stop --now` gives processes to obey the order before it ends them
+FINISH_S = 3600.0  # the longest wait of a start for jobs that an order has told to end
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +28,8 @@ def start(run: RunDir, config: RunConfig, *, upgrade: bool = False) -> TickResul
     """Create the run, or continue an existing one, and submit the jobs that are missing.
 
     A run keeps the code that it was created with, unless `upgrade` is set. Raise ConfigError when the run
-    exists with another configuration, or a check refuses it.
+    exists with another configuration, or a check refuses it. Jobs that an order has told to end are awaited
+    first: they would count as running, and be missing when they have ended.
     """
     taken = checks.require(run, config)
     config = trajectories.resolved(run, config, taken.trajectories)
@@ -36,6 +38,7 @@ def start(run: RunDir, config: RunConfig, *, upgrade: bool = False) -> TickResul
         if is_copy(run):
             create.adopt(run)
         create.note_place(run)
+        _await_ordered(run)
         if upgrade and (jobs := alive(run, config)):
             raise ConfigError(f"{run.root}: {len(jobs)} jobs still run the old code; `launch stop` it first")
         _update_config(run, config, upgrade=upgrade)
@@ -46,6 +49,27 @@ def start(run: RunDir, config: RunConfig, *, upgrade: bool = False) -> TickResul
         order.unlink(missing_ok=True)
     supervision.forget(run)
     return _submit(run, config)
+
+
+def _await_ordered(run: RunDir) -> None:
+    """Wait, while an order stands, until no job of the run is left; a tick cancels those that only wait.
+
+    Their executor is that of the configuration that they were submitted with. Raise DeadlineError if some
+    take longer than `FINISH_S`; then the order still stands, as it does when a person interrupts this.
+    """
+    config, began, shown = load(run), time.monotonic(), 0
+    while orders.active(run) and (plan := submit.tick(run, config)).orders and plan.running:
+        count, waited_s = len(plan.running), time.monotonic() - began
+        rest = f"`python -m hpc_swe.launch stop {run.root} --now` ends them"
+        if waited_s > FINISH_S:
+            raise DeadlineError(
+                f"{run.root}: {count} jobs that control/{plan.orders[0]} told to end have not ended in "
+                f"{FINISH_S:g} s ({', '.join(plan.running[:8])}); nothing was started. Start again, or {rest}"
+            )
+        if count != shown:
+            log.warning("waiting for %d jobs of %s that finish their work; %s", count, run.root, rest)
+        shown = count
+        time.sleep(min(config.executor.pause_s, 0.5 + waited_s / 10))
 
 
 def _submit(run: RunDir, config: RunConfig) -> TickResult:
@@ -128,9 +152,9 @@ def require_alike(run: RunDir, config: RunConfig) -> None:
 
 
 def _require_size(run: RunDir, config: RunConfig) -> None:
-    """Raise ConfigError if a learner's job is alive that has another number of processes."""
+    """Raise ConfigError if a learner's job goes on that has another number of processes."""
     old, new = (job_counts.processes("learner", each) for each in (load(run), config))
-    jobs = config.executor.queue(run) if old != new else []
+    jobs = config.executor.queue(run) if old != new and not orders.active(run) else []
     if any(job.role == "learner" and job.state != "broken" for job in jobs):
         raise ConfigError(
             f"{run.root}: [policy] divides the learner among {new} processes, but its job has {old}; "

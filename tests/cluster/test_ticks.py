@@ -140,6 +140,20 @@ def test_stop_drains_what_runs_and_cancels_what_waits(bench):
     assert "submitted nothing" in run.tick().stdout
 
 
+def test_stop_and_start_at_once_lose_no_job_and_leave_no_old_one(bench):
+    run = bench(2)
+    run.start()
+    nodes = run.run / "nodes"
+    for slots in (2, 3, 4):
+        run.cluster.wait_for("live workers", lambda: len(list(nodes.glob("reward-*.json"))) == 2)
+        old = run.jobs()
+        run.launch("stop", str(run.run))
+        run.launch("start", "--run", str(run.run), f"reward.slots={slots}")
+        assert len(run.jobs()) == 2
+        assert set(run.jobs()).isdisjoint(old)
+    assert "submitted nothing" in run.tick().stdout
+
+
 def test_jobs_that_wait_when_the_run_has_finished_leave_the_queue(bench):
     run = bench(3, 'executor.options={begin="now+1hour"}')
     run.start()
