@@ -72,7 +72,7 @@ BUDGETS = {
     "hpc_swe/plugins/policies": 6_880,  # values of a checkpoint go straight into their files
     "hpc_swe/plugins/sandboxes": 2_564,
     "hpc_swe/plugins/tasksets": 1_170,
-    "hpc_swe/plugins/tools": 1_755,
+    "hpc_swe/plugins/tools": 1_787,
     "hpc_swe/records": 559,
     "hpc_swe/report": 850,
     "hpc_swe/roles": 10,
@@ -81,7 +81,7 @@ BUDGETS = {
     "hpc_swe/roles/learner": 1_165,
     "hpc_swe/roles/reward": 360,
     "hpc_swe/roles/rollout": 1_270,
-    "hpc_swe/runs": 2_479,
+    "hpc_swe/runs": 2_503,
     "hpc_swe/store": 2_106,
     "hpc_swe/tasks": 4_355,
     "jobs": 1_158,

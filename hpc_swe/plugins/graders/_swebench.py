@@ -166,13 +166,16 @@ class Run:
     def _from_log(self, log: str) -> ParsedRun:
         """Cut the output between the two marks, and put swebench's marks around it."""
         # A regular expression would take minutes over many marks, and no thread would run meanwhile.
-        lines, start, end = log.split("\n"), f"{self.token}-start", f"{self.token}-end "
-        ends = [n for n, line in enumerate(lines) if line.startswith(end) and line[len(end) :].isdecimal()]
-        if not ends or start not in lines[: ends[-1]]:
+        # Nor is there a list of lines, which may take eighty times the memory of the log.
+        text, start, end = f"\n{log}\n", f"\n{self.token}-start\n", f"\n{self.token}-end "
+        last = text.rfind(end)
+        while last >= 0 and not (code := text[last + len(end) : text.index("\n", last + 1)]).isdecimal():
+            last = text.rfind(end, 0, last)
+        first = text.find(start, 0, last + 1)
+        if last < 0 or first < 0:
             return ParsedRun(complaint="the tests did not come to their end")
-        first, last = lines.index(start), ends[-1]
-        printed = "".join(f"{line}\n" for line in lines[first + 1 : last]).replace(">>>>>", "")
-        return ParsedRun(f"{START}\n{printed}\n{END}\n>>>>> Test Exit Code: {lines[last][len(end) :]}\n")
+        printed = text[first + len(start) : last + 1].replace(">>>>>", "")
+        return ParsedRun(f"{START}\n{printed}\n{END}\n>>>>> Test Exit Code: {code}\n")
 
     def _from_report(self, report: bytes) -> ParsedRun:
         try:

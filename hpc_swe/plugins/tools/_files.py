@@ -12,6 +12,9 @@ from hpc_swe.plugins.tools._patterns import matches
 from hpc_swe.plugins.tools.base import ToolError
 from hpc_swe.records import Task
 
+_BLOCK = 4096
+"""Characters whose line ends are counted at once."""
+
 
 def read_text(sandbox: Sandbox, task: Task, path: str) -> str:
     """Read a text file; raise ToolError if it cannot be read, or is not text."""
@@ -25,11 +28,24 @@ def read_text(sandbox: Sandbox, task: Task, path: str) -> str:
         raise ToolError(f"Cannot read {name(path)}: {error.strerror}") from None
 
 
-def read_lines(sandbox: Sandbox, task: Task, path: str) -> list[str]:
-    """Read the lines of a text file, each with its line end."""
-    # Not str.splitlines, which also splits at form feeds and other characters that no editor counts.
-    *lines, last = read_text(sandbox, task, path).split("\n")
-    return [f"{line}\n" for line in lines] + ([last] if last else [])
+def count_lines(text: str) -> int:
+    """Return the number of lines; form feeds and other characters that no editor counts end none.
+
+    A list of the lines may take eighty times the memory of the text, which the policy chooses.
+    """
+    return text.count("\n") + bool(text and not text.endswith("\n"))
+
+
+def line_start(text: str, line: int) -> int:
+    """Return where a line begins, counted from 1; a line beyond the last one begins at the end."""
+    at, left = 0, line - 1
+    while left > 0 and at < len(text):
+        ended = text.count("\n", at, at + _BLOCK)
+        if ended < left:
+            at, left = at + _BLOCK, left - ended
+        else:
+            at, left = text.find("\n", at) + 1, left - 1
+    return min(at, len(text))
 
 
 def write_text(sandbox: Sandbox, task: Task, path: str, text: str) -> None:

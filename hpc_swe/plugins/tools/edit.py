@@ -1,10 +1,12 @@
 """Replace a piece of a file."""
 
+import itertools
+import re
 from typing import ClassVar
 
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.sandboxes.base import Sandbox
-from hpc_swe.plugins.tools._files import is_missing, name, read_text, with_ends, write_text
+from hpc_swe.plugins.tools._files import is_missing, line_start, name, read_text, with_ends, write_text
 from hpc_swe.plugins.tools.base import ToolError
 from hpc_swe.records import Task
 
@@ -41,8 +43,9 @@ class Edit(Plugin, frozen=True, kw_only=True):
 
 def _place(text: str, seen: str, at: int) -> int:
     """Return the place in `text` of the place `at` in `seen`."""
-    ended = [] if seen == text else text.split("\n")[: seen.count("\n", 0, at)]
-    return at + sum(line.endswith("\r") for line in ended)
+    if seen == text:
+        return at
+    return at + text.count("\r\n", 0, line_start(text, seen.count("\n", 0, at) + 1))
 
 
 def _lines(text: str, old: str) -> str:
@@ -56,5 +59,8 @@ def _lines(text: str, old: str) -> str:
 def _near(text: str, old: str) -> str:
     """Name the lines that equal the first line of `old` but for surrounding space, the usual mistake."""
     first = next(filter(None, map(str.strip, old.split("\n"))), "")
-    near = [n for n, line in enumerate(text.split("\n"), 1) if first and line.strip() == first][:_NAMED]
-    return f" Its first line is like {', '.join(map(str, near))}; compare what follows." if near else ""
+    if not first:
+        return ""
+    found = re.finditer(rf"(?m)^[^\S\n]*{re.escape(first)}[^\S\n]*$", text)
+    near = [str(text.count("\n", 0, each.start()) + 1) for each in itertools.islice(found, _NAMED)]
+    return f" Its first line is like {', '.join(near)}; compare what follows." if near else ""

@@ -4,7 +4,14 @@ from typing import ClassVar
 
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.sandboxes.base import Sandbox
-from hpc_swe.plugins.tools._files import is_missing, read_lines, with_ends, write_text
+from hpc_swe.plugins.tools._files import (
+    count_lines,
+    is_missing,
+    line_start,
+    read_text,
+    with_ends,
+    write_text,
+)
 from hpc_swe.plugins.tools.base import ToolError
 from hpc_swe.records import Task
 
@@ -22,15 +29,16 @@ class Rewrite(Plugin, frozen=True, kw_only=True):
         Without an end, or with -1, only line start is replaced; without both, all lines are.
         """
         is_new = (start, end) == (1, 0) and is_missing(sandbox, task, path)
-        lines = [] if is_new else read_lines(sandbox, task, path)
+        text = "" if is_new else read_text(sandbox, task, path)
+        count = count_lines(text)
         if end == -1:
-            start, end = (start, start) if start else (1, len(lines))
-        if not 1 <= start <= len(lines) + 1 or end > len(lines):
-            raise ToolError(f"{path} has {len(lines)} lines.")
+            start, end = (start, start) if start else (1, count)
+        if not 1 <= start <= count + 1 or end > count:
+            raise ToolError(f"{path} has {count} lines.")
         if end < start - 1:
             raise ToolError(f"end = {end} is before start = {start}; end = {start - 1} inserts there.")
-        before, old, after = map("".join, (lines[: start - 1], lines[start - 1 : end], lines[end:]))
-        text = before + old + after
+        first, stop = line_start(text, start), line_start(text, end + 1)
+        before, old, after = text[:first], text[first:stop], text[stop:]
         new, line_end = (with_ends(code, text, len(before)) for code in (new_code, "\n"))
         if new and before and not before.endswith("\n"):
             before += line_end

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.sandboxes.base import Sandbox
-from hpc_swe.plugins.tools._files import is_folder, is_read_only, read_lines
+from hpc_swe.plugins.tools._files import count_lines, is_folder, is_read_only, line_start, read_text
 from hpc_swe.plugins.tools.base import ToolError
 from hpc_swe.plugins.tools.listdir import Listdir
 from hpc_swe.records import Task
@@ -31,20 +31,22 @@ class View(Plugin, frozen=True, kw_only=True):
         An end of 0 or less means the last line.
         """
         try:
-            lines = read_lines(sandbox, task, path)
+            text = read_text(sandbox, task, path)
         except ToolError:
             if not is_folder(sandbox, task, path):
                 raise
             return Listdir(most_lines=self.most_lines)(sandbox, task, path=path, depth=1)
-        if not 1 <= start <= max(len(lines), 1):
-            raise ToolError(f"{path} has {len(lines)} lines.")
+        count = count_lines(text)
+        if not 1 <= start <= max(count, 1):
+            raise ToolError(f"{path} has {count} lines.")
         if 0 < end < start:
             raise ToolError(f"end = {end} is before start = {start}; leave end out to see the rest.")
-        wanted = min(end, len(lines)) if end > 0 else len(lines)
+        wanted = min(end, count) if end > 0 else count
         last = min(wanted, start + self.most_lines - 1)
-        bare = [line.removesuffix("\r\n").removesuffix("\n") for line in lines[start - 1 : last]]
+        piece = text[line_start(text, start) : line_start(text, last + 1)]
+        bare = piece.replace("\r\n", "\n").removesuffix("\n").split("\n") if piece else []
         is_numbered = include_line_numbers_and_breakpoints
         shown = [f"{number}:{line}" if is_numbered else line for number, line in enumerate(bare, start)]
-        rest = [f"... {len(lines)} lines in all"] if last < wanted else []
+        rest = [f"... {count} lines in all"] if last < wanted else []
         note = ["(read-only)"] if is_read_only(task, path) else []
         return "\n".join([*(shown + rest or ["(empty)"]), *note])

@@ -2,6 +2,7 @@
 
 import json
 import time
+import tracemalloc
 
 import msgspec
 import pytest
@@ -272,6 +273,10 @@ def test_a_log_full_of_marks_keeps_no_other_thread_waiting(repository, tmp_path)
     assert parsed.log == f"{START}\n a\n{begin}\n{end} x\n\n{END}\n>>>>> Test Exit Code: 0\n"
     for log in ("", f"{end} 0\n{begin}\n", f"{begin}\n{end} 0 \n", f" {begin}\n{end} 0\n"):
         assert run.parse(b"", log).complaint, log
+    tracemalloc.start()
+    assert not run.parse(b"", f"{begin}\n" + "\n" * 4_000_000 + f"{end} 0\n").complaint
+    most, _ = tracemalloc.get_traced_memory()[1], tracemalloc.stop()
+    assert most < 40_000_000, "no memory for each line"
 
 
 def test_plain_tasks_and_scripts_without_marks_are_refused(toy_task, sandboxes):
