@@ -8,8 +8,7 @@ grader brings its own tests.
 import errno
 
 from hpc_swe.plugins.sandboxes.base import Sandbox
-from hpc_swe.plugins.tools._patterns import matches
-from hpc_swe.plugins.tools.base import ToolError
+from hpc_swe.plugins.tools.base import ToolError, below, is_ignored, is_read_only
 from hpc_swe.records import Task
 
 _BLOCK = 4096
@@ -81,22 +80,6 @@ def is_folder(sandbox: Sandbox, task: Task, path: str) -> bool:
     except OSError as error:
         return error.errno == errno.EFBIG  # a folder with too many names to list
     return True
-
-
-def is_ignored(task: Task, path: str, is_folder: bool = False) -> bool:
-    """Return whether tools do not show a file, or any file of a folder."""
-    return matches(task.files.get(".debugignore", ""), below(task, path), is_folder)
-
-
-def is_read_only(task: Task, path: str) -> bool:
-    """Return whether tools do not change a file."""
-    return matches(task.files.get(".debugreadonly", ""), below(task, path))
-
-
-def below(task: Task, path: str) -> str:
-    """Return a path relative to the work directory; the sandbox refuses paths that lead out of it."""
-    workdir = task.workdir.rstrip("/")
-    return "." if path.rstrip("/") == workdir else path.removeprefix(f"{workdir}/")
 
 
 def with_ends(new: str, text: str, at: int) -> str:

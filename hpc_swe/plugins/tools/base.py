@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Protocol, get_type_hints, runtime_checkable
 
 import msgspec
 
-from hpc_swe.plugins.sandboxes.base import Sandbox
+from hpc_swe.plugins.sandboxes.base import CommandResult, Sandbox
+from hpc_swe.plugins.tools._patterns import matches
 from hpc_swe.records import Task
 
 
@@ -47,6 +48,16 @@ class Selective(Protocol):
 
     def why_not(self, task: Task) -> str:
         """Return why a call can do nothing on this task, as a sentence; an empty text if it can."""
+
+
+class RunsTests(Selective, Protocol):
+    """A tool that runs the tests which the agent can see."""
+
+    def run(self, sandbox: Sandbox, task: Task) -> CommandResult:
+        """Run the tests; raise ToolError if the task shows none, or they ended the sandbox."""
+
+    def words(self, result: CommandResult) -> str:
+        """Return the end of a run's output, for the policy."""
 
 
 class Schema(msgspec.Struct, frozen=True):
@@ -89,6 +100,22 @@ def cut(text: str, most: int) -> str:
         return text
     tail = len(text) - most // 2
     return f"{text[: most // 2]}\n[... at least {tail - most // 2} characters cut ...]\n{text[tail:]}"
+
+
+def is_ignored(task: Task, path: str, is_folder: bool = False) -> bool:
+    """Return whether tools do not show a file, or any file of a folder."""
+    return matches(task.files.get(".debugignore", ""), below(task, path), is_folder)
+
+
+def is_read_only(task: Task, path: str) -> bool:
+    """Return whether tools do not change a file."""
+    return matches(task.files.get(".debugreadonly", ""), below(task, path))
+
+
+def below(task: Task, path: str) -> str:
+    """Return a path relative to the work directory; the sandbox refuses paths that lead out of it."""
+    workdir = task.workdir.rstrip("/")
+    return "." if path.rstrip("/") == workdir else path.removeprefix(f"{workdir}/")
 
 
 @cache

@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from hpc_swe.plugins import Plugin, _pytest_command
-from hpc_swe.plugins.sandboxes.base import Sandbox
+from hpc_swe.plugins.sandboxes.base import CommandResult, Sandbox
 from hpc_swe.plugins.tools.base import SandboxBroken, ToolError
 from hpc_swe.records import Task
 
@@ -18,12 +18,20 @@ class Evaluate(Plugin, frozen=True, kw_only=True):
 
     def __call__(self, sandbox: Sandbox, task: Task) -> str:
         """Return the end of pytest's output; raise ToolError if the task shows no tests."""
+        return self.words(self.run(sandbox, task))
+
+    def run(self, sandbox: Sandbox, task: Task) -> CommandResult:
+        """Run the tests; raise ToolError if the task shows none, or they ended the sandbox."""
         if problem := self.why_not(task):
             raise ToolError(problem)
         visible = _pytest_command.visible(task)
         result = sandbox.python(_pytest_command.program([*self.options, *visible]), self.timeout_s)
         if result.broke_sandbox:
             raise SandboxBroken("The tests ended the sandbox.")
+        return result
+
+    def words(self, result: CommandResult) -> str:
+        """Return the end of a run's output, for the policy."""
         if result.timed_out:
             return f"The tests ran longer than {min(self.timeout_s, result.left_s):g} s."
         return result.output.strip()[-self.most_chars :]

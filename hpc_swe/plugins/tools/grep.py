@@ -6,8 +6,7 @@ from typing import ClassVar
 
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.sandboxes.base import Sandbox
-from hpc_swe.plugins.tools._files import below
-from hpc_swe.plugins.tools.base import SandboxBroken, ToolError, cut
+from hpc_swe.plugins.tools.base import SandboxBroken, ToolError, below, cut
 from hpc_swe.records import Task
 
 _TEXTS = [

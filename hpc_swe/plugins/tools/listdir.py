@@ -10,8 +10,8 @@ from typing import ClassVar
 
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.sandboxes.base import Sandbox
-from hpc_swe.plugins.tools._files import below, is_ignored, is_read_only, name
-from hpc_swe.plugins.tools.base import ToolError
+from hpc_swe.plugins.tools._files import name
+from hpc_swe.plugins.tools.base import ToolError, below, is_ignored, is_read_only
 from hpc_swe.records import Task
 
 _MOST_NAMES = 50_000

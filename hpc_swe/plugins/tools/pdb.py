@@ -15,8 +15,8 @@ from msgspec import Struct
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.sandboxes.base import INTERRUPT, ProgramSession, Sandbox, SessionEnded
 from hpc_swe.plugins.tools._breakpoints import Breakpoint, moved
-from hpc_swe.plugins.tools._files import below, name, read_text
-from hpc_swe.plugins.tools.base import SandboxBroken, ToolError, cut
+from hpc_swe.plugins.tools._files import name, read_text
+from hpc_swe.plugins.tools.base import SandboxBroken, ToolError, below, cut
 from hpc_swe.records import Task
 
 _PARTS = ("_debugger_pipes", "_breakable", "_debugger", "_debugger_run")

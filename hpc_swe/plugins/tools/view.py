@@ -4,8 +4,8 @@ from typing import ClassVar
 
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.sandboxes.base import Sandbox
-from hpc_swe.plugins.tools._files import count_lines, is_folder, is_read_only, line_start, read_text
-from hpc_swe.plugins.tools.base import ToolError
+from hpc_swe.plugins.tools._files import count_lines, is_folder, line_start, read_text
+from hpc_swe.plugins.tools.base import ToolError, is_read_only
 from hpc_swe.plugins.tools.listdir import Listdir
 from hpc_swe.records import Task
 
