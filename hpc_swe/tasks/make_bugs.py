@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 from rich.table import Table
@@ -31,6 +31,7 @@ from hpc_swe.plugins.sandboxes.base import ImageSandboxes, WatchedSandboxes
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic
 from hpc_swe.tables import bars, console, say
+from hpc_swe.tasks.bugs import statements
 from hpc_swe.tasks.bugs.attempts import VALID, Trier
 from hpc_swe.tasks.bugs.mutations import Module, Mutant, chosen
 from hpc_swe.tasks.bugs.originals import with_copies
@@ -273,6 +274,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--library", type=cli.path, help="standard library with its tests (default: this interpreter's)")
     add("--per-function", type=count, default=6, help="try so many mutants of each function")
     add("--hidden", type=float, default=0.5, help="share of a task's tests that the agent does not see")
+    told = "what the problem statement says: that the program has a fault, or also in which function"
+    add("--statement", choices=get_args(statements.Kind), default="program", help=told)
     add(
         "--split-by",
         choices=("function", "module"),
@@ -324,7 +327,7 @@ def _make(
     surveys = surveyed(place, sources, arguments.out, arguments.jobs)
     usable = [(source, one) for source, one in zip(sources, surveys, strict=True) if not one.reason]
     found, left_out = candidates(usable, arguments.per_function, arguments.seed)
-    trier = Trier(place, grader, arguments.hidden, TIMEOUT_S)
+    trier = Trier(place, grader, arguments.hidden, TIMEOUT_S, arguments.statement)
     maker = Maker(trier, arguments.out, arguments.seed, arguments.split_by)
     tried = maker.run(found, arguments.limit, arguments.jobs)
     counts = write(tried, arguments.out, arguments.limit)

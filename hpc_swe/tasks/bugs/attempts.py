@@ -8,15 +8,12 @@ from hpc_swe.plugins.graders.base import Examiner
 from hpc_swe.plugins.patch import difference
 from hpc_swe.plugins.visible_tests import cut, half, names_of_tests
 from hpc_swe.records import Task, TestPlan
-from hpc_swe.tasks.bugs import docstrings
+from hpc_swe.tasks.bugs import docstrings, statements
 from hpc_swe.tasks.bugs.mutations import Mutant
 from hpc_swe.tasks.bugs.sources import CodeSource
 from hpc_swe.tasks.bugs.surveys import Survey
 from hpc_swe.tasks.bugs.trials import TrialPlace
 
-STATEMENT = (
-    "Some tests of this program fail. Find the fault in the program and repair it, so that all tests pass."
-)
 MOST_TRIED = 40
 """Tests that are tried on a mutant, the quickest ones that run its line."""
 MOST_OF_KIND = 8
@@ -35,6 +32,8 @@ class Trier:
     hidden: float
     """Share of a task's tests that the agent does not see."""
     timeout_s: float
+    statement: statements.Kind = "program"
+    """What a task's problem statement says: that there is a fault, or also in which function."""
 
     def attempt(
         self, source: CodeSource, survey: Survey, mutant: Mutant, task_id: str
@@ -90,10 +89,13 @@ class Trier:
         programs = {path: source.files[path] for path in survey.files if path not in source.tests}
         programs |= {source.target: mutant.text}
         files = {path: docstrings.without(text, secret) for path, text in programs.items()} | seen
+        statement = statements.GENERAL
+        if self.statement == "function":
+            statement = statements.with_function(source.target, mutant, broken - hidden, files)
         return {
             "task_id": task_id,
-            "problem_statement": STATEMENT,
-            "prompt": json.dumps([{"role": "user", "content": STATEMENT}]),
+            "problem_statement": statement,
+            "prompt": json.dumps([{"role": "user", "content": statement}]),
             "extra_info": {
                 "entrypoint": f"python -m pytest {' '.join(paths)}",
                 "files": _listed(files),
