@@ -1,6 +1,7 @@
 """Read rows of SWE-bench from files, and write the eval script for rows without one."""
 
 import json
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,12 @@ SET_UP += ["*.pth", "*.pyc", "*.so", "*.egg-link"]
 SET_UP += ["*.[dD][iI][sS][tT]-[iI][nN][fF][oO]/*", "*.[eE][gG][gG]-[iI][nN][fF][oO]/*"]
 SET_UP += ["tests/*", "test/*", "testing/*", "e2e/*"]
 """Files that set up tests or their runner. No reference of SWE-bench changes folders of these names."""
+TESTS = (
+    *("test/*", "tests/*", "testing/*", "*/test/*", "*/tests/*", "*/testing/*"),
+    *("test.py", "tests.py", "test_*.py", "*_test.py", "*_tests.py", "conftest.py"),
+    *("*/test.py", "*/tests.py", "*/test_*.py", "*/*_test.py", "*/*_tests.py", "*/conftest.py"),
+)
+"""Patterns of the files that are tests; a star also matches slashes."""
 _NO_TESTS = {".json", ".png", ".csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml"}
 
 
@@ -43,6 +50,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     eval_script: str = ""
     log_parser: str = ""
     eval_type: str = "pass_and_fail"
+    test_paths: list[str] = []
+    """Patterns of the paths that are tests, where a star also matches slashes; empty is `TESTS`."""
 
     def __post_init__(self) -> None:
         fail_to_pass, _ = self.fail_to_pass, self.pass_to_pass  # either raises ValueError if it is not a list
@@ -117,6 +126,22 @@ RECIPES = {"django/django": DJANGO, "sympy/sympy": SYMPY} | {
 """Recipes of the repositories of SWE-bench Verified."""
 
 
+_DIGESTS = re.compile(r"^index [0-9a-f]{4,64}\.\.[0-9a-f]{4,64}(?: \d{6})?\r?\n", re.MULTILINE)
+
+
+def without_digests(patch: str) -> str:
+    """Remove the digests of files from a patch, or from a script that holds one.
+
+    The digest of a hidden test's file would tell a submission whether that file was changed since. Binary
+    files keep theirs, since git needs them.
+    """
+    parts = re.split(r"^(?=diff --git )", patch, flags=re.MULTILINE)
+    return "".join(
+        part if re.search(r"^GIT binary patch$", part, re.MULTILINE) else _DIGESTS.sub("", part)
+        for part in parts
+    )
+
+
 @dataclass(frozen=True)
 class TestPatch:
     """A row's test patch changes and adds files; the reference changes others, perhaps a runner's set-up."""
@@ -153,6 +178,7 @@ class TestPatch:
             "test_patch": row.test_patch,
             "test_files": json.dumps(self.files),
             "set_up": "\n".join(self.set_up),
+            **({"test_paths": "\n".join(row.test_paths)} if row.test_paths else {}),
         }
 
 
@@ -208,6 +234,8 @@ def test_plan(
     """
     patch = TestPatch.read(where, row)
     recipe = recipes.get(row.repo)
+    texts = {"test_patch": row.test_patch, "eval_script": row.eval_script}
+    row = msgspec.structs.replace(row, **{name: without_digests(text) for name, text in texts.items()})
     if not row.eval_script and recipe is None:
         raise ConfigError(
             f"{where}: {row.instance_id} has no eval_script, and [taskset.recipes] none for {row.repo!r}"

@@ -17,17 +17,11 @@ import msgspec
 
 from hpc_swe.errors import ConfigError, DeadlineError, boundary
 from hpc_swe.plugins import task_checks
-from hpc_swe.plugins.swebench_rows import SET_UP
+from hpc_swe.plugins.swebench_rows import SET_UP, TESTS, without_digests
 from hpc_swe.processes import completed
 from hpc_swe.tasks.images.commands import git
 from hpc_swe.tasks.images.contents import words_only
 
-TESTS = (
-    *("test/*", "tests/*", "testing/*", "*/test/*", "*/tests/*", "*/testing/*"),
-    *("test.py", "tests.py", "test_*.py", "*_test.py", "*_tests.py", "conftest.py"),
-    *("*/test.py", "*/tests.py", "*/test_*.py", "*/*_test.py", "*/*_tests.py", "*/conftest.py"),
-)
-"""Patterns of the files that are tests; a star also matches slashes."""
 FEWEST_WORDS = 3
 """Words that a description must have."""
 Refusal = Literal["merge", "first", "no_code", "no_tests", "binary", "unreadable", "says_nothing"]
@@ -187,7 +181,7 @@ def candidate(repository: Path, commit: Commit, parts: Parts, text: str = "") ->
     told = text or statement(commit.message, patch)
     if len(re.findall(r"[^\W\d_]{2,}", told)) < FEWEST_WORDS:
         raise RefusedCommit("says_nothing")
-    return Candidate(commit, patch, test_patch, modules, told)
+    return Candidate(commit, patch, without_digests(test_patch), modules, told)
 
 
 def statement(message: str, patch: str) -> str:

@@ -24,6 +24,7 @@ from hpc_swe.errors import ConfigError, StorageError, boundary
 from hpc_swe.plugins import task_checks
 from hpc_swe.plugins.graders.base import OutcomeReporter
 from hpc_swe.plugins.sandboxes.base import ImageSandboxes, WatchedSandboxes
+from hpc_swe.plugins.swebench_rows import TESTS
 from hpc_swe.settings import RunConfig
 from hpc_swe.tables import bars, console, say
 from hpc_swe.tasks import history
@@ -183,6 +184,7 @@ def _trial(arguments: argparse.Namespace, config: RunConfig) -> Trial:
         grader=config.grader,
         sandboxes=WatchedSandboxes(config.sandbox),
         images=images,
+        tests=arguments.tests or TESTS,
     )
 
 
@@ -244,7 +246,7 @@ def main() -> int:
     arguments = cli.parse(_parser())
     commits = history.commits(arguments.repository, arguments.since)
     texts = history.described(arguments.issues, commits) if arguments.issues else {}
-    sifting = Sifting(arguments.repository, arguments.tests or history.TESTS, texts)
+    sifting = Sifting(arguments.repository, arguments.tests or TESTS, texts)
     with bars() as progress:
         read = progress.track(commits, description="commits read")
         candidates, refused = sifting.sift(read, arguments.limit)

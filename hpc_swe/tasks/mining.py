@@ -18,7 +18,7 @@ from hpc_swe.errors import ConfigError, EpisodeError, HpcSweError, StorageError,
 from hpc_swe.plugins import task_checks
 from hpc_swe.plugins.graders.base import OutcomeReporter
 from hpc_swe.plugins.sandboxes.base import Sandboxes
-from hpc_swe.plugins.swebench_rows import Recipe, Row, TestPatch, script
+from hpc_swe.plugins.swebench_rows import TESTS, Recipe, Row, TestPatch, script
 from hpc_swe.records import Task
 from hpc_swe.tasks.history import Candidate
 from hpc_swe.tasks.images.sources import ImageSource
@@ -111,6 +111,8 @@ class Trial:
     sandboxes: Sandboxes
     images: ImageBuilder | None
     """None where sandboxes need no image files."""
+    tests: Sequence[str] = TESTS
+    """Patterns of the paths that are tests."""
 
     def is_known(self, candidate: Candidate, tried: TriedCommit | None) -> bool:
         """Tell whether an earlier verdict on a candidate still holds."""
@@ -197,6 +199,7 @@ class Trial:
             FAIL_TO_PASS=[_NOT_KNOWN],
             PASS_TO_PASS=[],
             log_parser=LOG_PARSER,
+            test_paths=[] if tuple(self.tests) == TESTS else [*self.tests],
         )
         recipe = Recipe(
             command=f"{self.command} {shlex.join(candidate.modules)}", log_parser=LOG_PARSER, labels="none"

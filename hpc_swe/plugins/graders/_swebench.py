@@ -9,6 +9,7 @@ import json
 import re
 import secrets
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -17,7 +18,7 @@ import msgspec
 
 from hpc_swe.plugins.graders._report import KEY, verified_lines
 from hpc_swe.plugins.graders.base import guard_text, sandbox_texts
-from hpc_swe.plugins.swebench_rows import END, START, find_marks
+from hpc_swe.plugins.swebench_rows import END, START, TESTS, find_marks
 from hpc_swe.records import Task
 
 _CANARIES = 6
@@ -130,11 +131,12 @@ class Run:
 
     def _script(self) -> str:
         """Return the task's own script, with the reporter set up right before the tests."""
-        lines = self.task.tests.command.split("\n")
+        lines = _without_patch(self.task)
         start, end = find_marks(self.task.task_id, lines)
         return "\n".join(
             [
                 *lines[:start],
+                'rm -f "${0%/*}.tests" "${0%/*}.patch" "${0%/*}.touched" "$0"',  # no test may read them
                 *self._exports(),
                 f"echo {self.token}-start",
                 *lines[start + 1 : end],
@@ -244,12 +246,43 @@ class Run:
         )
 
 
-def apply_options(task: Task, set_up: list[str]) -> str:
-    """Return options of ``git apply`` that leave out the files that a patch must not change."""
-    allowed = [path for path in task.tests.extra.get("set_up", "").split("\n") if path]
+def _without_patch(task: Task) -> list[str]:
+    """Return the lines of the task's script, which reads the test patch from a file instead of holding it.
+
+    The shell that runs a script keeps it open, so what the script holds can be read as long as tests run.
+    """
+    lines = task.tests.command.split("\n")
+    patch = task.tests.extra["test_patch"].strip("\n").split("\n")
+    for number, line in enumerate(lines):
+        given = re.fullmatch(r"(.*[^<])<<\s*(['\"]?)(\w+)\2\s*", line)
+        end = number + 1 + len(patch)
+        if given and lines[number + 1 : end] == patch and lines[end : end + 1] == [given[3]]:
+            return [*lines[:number], f'{given[1]}< "${{0%/*}}.tests"', *lines[end + 1 :]]
+    return lines
+
+
+def solved_files(task: Task) -> list[str]:
+    """Return the files that the reference changes."""
+    return [path for path in task.tests.extra.get("set_up", "").split("\n") if path]
+
+
+def test_paths(task: Task) -> list[str]:
+    """Return the patterns of the paths that are tests."""
+    patterns = task.tests.extra.get("test_paths")
+    return patterns.split("\n") if patterns else [*TESTS]
+
+
+def apply_options(task: Task, set_up: list[str], support: Sequence[str] = ()) -> str:
+    """Return options of ``git apply`` that leave out the files that a patch must not change.
+
+    `support` are modules that only tests import. A package of such a name would replace the module.
+    """
     options = [f"--exclude={_escape(path)}" for path in json.loads(task.tests.extra["test_files"])]
-    options += [f"--include={_escape(path)}" for path in allowed]
+    options += [f"--include={_escape(path)}" for path in solved_files(task)]
     options += [f"--exclude={prefix}{name}" for name in set_up for prefix in ("", "*/")]
+    options += [f"--exclude={pattern}" for pattern in test_paths(task)]
+    for path in map(_escape, support):
+        options += [f"--exclude={path}", f"--exclude={path.removesuffix('.py')}/*"]
     return " ".join(shlex.quote(option) for option in [*options, "--include=*"])
 
 

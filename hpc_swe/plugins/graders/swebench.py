@@ -30,17 +30,27 @@ from hpc_swe.errors import ConfigError, SandboxError
 from hpc_swe.plugins.graders import _judge, _second_sitting, _swebench, _swebench_report
 from hpc_swe.plugins.graders._images import file_time_ns, require_unchanged
 from hpc_swe.plugins.graders._swebench import ParsedRun, Run
-from hpc_swe.plugins.graders.base import DISAGREES, SILENT, GradedPatch, HiddenTestGrader, ending
+from hpc_swe.plugins.graders.base import (
+    DISAGREES,
+    SILENT,
+    GradedPatch,
+    HiddenTestGrader,
+    ending,
+    sandbox_texts,
+)
 from hpc_swe.plugins.hidden_tests import Version
 from hpc_swe.plugins.sandboxes.base import Sandbox, Sandboxes, add_files
 from hpc_swe.plugins.second_run import run_reliably
 from hpc_swe.plugins.swebench_rows import SET_UP
+from hpc_swe.plugins.swebench_rows import added as added_lines
 from hpc_swe.records import Outcome, Score, Task
 
 _STEP_S = 120.0
 _WRITING = "write the files of a grading"
 _MOST_BASES = 64
 _bases: dict[tuple[bytes, str], ParsedRun] = {}
+_supports: dict[tuple[str, ...], tuple[str, ...]] = {}
+"""Task -> the modules that only its tests import."""
 _bases_lock = threading.Lock()
 
 
@@ -179,7 +189,8 @@ def _run_tests(task: Task, patch: str, sandboxes: Sandboxes, modules: str = "") 
         began_ns = file_time_ns()
         _check_image(task, run, sandbox)
         add_files(sandbox, {f"{run.folder}.patch": patch}, _WRITING)
-        options = _swebench.apply_options(task, SET_UP)
+        support = _support_files(task, run, sandbox) if patch.strip() else ()
+        options = _swebench.apply_options(task, SET_UP, support)
         git = f"git apply --whitespace=nowarn {run.folder}.patch"
         apply = f"{git} --numstat -z > {run.folder}.touched && {git} {options} && " if patch.strip() else ""
         applied = sandbox.run(f"{apply}{_check_tests(run)}", _STEP_S)
@@ -190,7 +201,9 @@ def _run_tests(task: Task, patch: str, sandboxes: Sandboxes, modules: str = "") 
         listed = _read(sandbox, f"{run.folder}.touched").decode(errors="replace")
         touched = frozenset(re.findall(r"\t([^\t\0]+)\0", listed))
         add_files(sandbox, run.files(), _WRITING)
-        result = sandbox.run(f"bash {run.folder}/eval.sh > {run.folder}.log 2>&1", task.tests.timeout_s)
+        result = sandbox.run(
+            f'bash "$PWD/{run.folder}/eval.sh" > {run.folder}.log 2>&1', task.tests.timeout_s
+        )
         log = _read(sandbox, f"{run.folder}.log").decode(errors="replace")
         if result.timed_out:
             return _TestRun(ParsedRun(complaint="timed out"), log[-500:], timed_out=True)
@@ -208,6 +221,27 @@ def _test_files(task: Task, sandboxes: Sandboxes) -> dict[str, str]:
         sandbox.run(f"git apply --whitespace=nowarn {run.folder}.tests", _STEP_S)
         paths = msgspec.json.decode(task.tests.extra["test_files"], type=list[str])
         return {path: _read(sandbox, path).decode(errors="replace") for path in paths if path.endswith(".py")}
+
+
+def _support_files(task: Task, run: Run, sandbox: Sandbox) -> tuple[str, ...]:
+    """Find the modules that only tests import, in a sandbox without any patch; cache the result."""
+    solved, patterns = _swebench.solved_files(task), _swebench.test_paths(task)
+    key = (task.image, task.base_commit, task.tests.extra["test_files"], *solved, "", *patterns)
+    with _bases_lock:
+        known = _supports.get(key)
+    if known is None:
+        added = added_lines(task.tests.extra["test_patch"])
+        hidden = {path: "".join(lines) for path, lines in added if path.endswith(".py")}
+        answer = f"{run.folder}.support"
+        (text,) = sandbox_texts("_test_support")
+        done = sandbox.python(f"{text}\n\nmain{(answer, hidden, patterns, solved)!r}\n", _STEP_S)
+        found = _read(sandbox, answer)
+        if done.exit_code or not found:
+            raise SandboxError(f"the modules of {task.task_id} were not listed: {ending(done)}")
+        known = tuple(msgspec.json.decode(found, type=list[str]))
+        with _bases_lock:
+            _supports[key] = known
+    return known
 
 
 def _check_image(task: Task, run: Run, sandbox: Sandbox) -> None:
