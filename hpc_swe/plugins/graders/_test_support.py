@@ -142,16 +142,17 @@ def _names(text: str) -> Iterator[tuple[int, list[str]]]:
     yield from ((0, one.split(".")) for one in (*_QUOTED.findall(text), *plugins))
 
 
-def main(answer: str, hidden: dict[str, str], tests: list[str], solved: list[str]) -> None:
-    """Write the modules that only tests import, in JSON, to a file; `hidden` is what hidden tests add."""
+def main(listed: str, hidden: dict[str, str], tests: list[str], solved: list[str]) -> None:
+    """Replace a file's list of files by the modules that only tests import, in JSON.
+
+    `hidden` is what hidden tests add.
+    """
     import glob
     import json
-    import subprocess
     from pathlib import Path
 
-    listed = subprocess.run(["git", "ls-files", "-z"], stdout=subprocess.PIPE, check=True).stdout
     files, words = {}, []
-    for name in listed.decode(errors="replace").split("\0"):
+    for name in Path(listed).read_bytes().decode(errors="replace").split("\0"):
         if name.endswith((".py", *_WORDS)) and Path(name).is_file():
             text = Path(name).read_bytes()[:1_000_000].decode(errors="replace")
             if name.endswith(".py"):
@@ -160,4 +161,4 @@ def main(answer: str, hidden: dict[str, str], tests: list[str], solved: list[str
                 words.append(text)
     files |= {path: f"{files.get(path, '')}\n{text}" for path, text in hidden.items()}
     found = support_files(files, words, [*tests, *map(glob.escape, hidden)], solved)
-    Path(answer).write_text(json.dumps(found), encoding="utf-8")
+    Path(listed).write_text(json.dumps(found), encoding="utf-8")

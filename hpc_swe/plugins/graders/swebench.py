@@ -232,10 +232,11 @@ def _support_files(task: Task, run: Run, sandbox: Sandbox) -> tuple[str, ...]:
     if known is None:
         added = added_lines(task.tests.extra["test_patch"])
         hidden = {path: "".join(lines) for path, lines in added if path.endswith(".py")}
-        answer = f"{run.folder}.support"
+        listed = f"{run.folder}.support"
         (text,) = sandbox_texts("_test_support")
-        done = sandbox.python(f"{text}\n\nmain{(answer, hidden, patterns, solved)!r}\n", _STEP_S)
-        found = _read(sandbox, answer)
+        sandbox.run(f"git ls-files -z > {listed}", _STEP_S)
+        done = sandbox.python(f"{text}\n\nmain{(listed, hidden, patterns, solved)!r}\n", _STEP_S)
+        found = _read(sandbox, listed)
         if done.exit_code or not found:
             raise SandboxError(f"the modules of {task.task_id} were not listed: {ending(done)}")
         known = tuple(msgspec.json.decode(found, type=list[str]))
