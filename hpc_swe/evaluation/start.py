@@ -11,6 +11,7 @@ from hpc_swe import tables
 from hpc_swe.errors import ConfigError, DeadlineError
 from hpc_swe.evaluation import results
 from hpc_swe.evaluation.progress import ProgressBar, progress_of
+from hpc_swe.plugins.engines.base import RoutingEngine
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import control, existing, submit
 from hpc_swe.runs.view import RunReader
@@ -38,6 +39,8 @@ def configured(run: RunDir, words: Sequence[str]) -> RunConfig:
     if all("=" in word for word in words):
         raise ConfigError("no CONFIG.toml is given; name the files that configure tasks, agent and jobs")
     config = configuration.from_words([*words, *OWN])
+    if isinstance(config.engine, RoutingEngine) and config.engine.return_routing:  # for a learner alone
+        config = configuration.from_words([*words, *OWN, "engine.return_routing=false"])
     changed = control.differences(run, config) if run.config.exists() else []
     if changed:
         raise ConfigError(

@@ -114,6 +114,11 @@ def test_patience_ends_when_nothing_moves_but_not_while_jobs_are_queued():
         detector.check(dataclasses.replace(stands, state=2, is_queued=True))
 
 
+def test_an_evaluation_asks_no_engine_for_a_routing(small):
+    config = start.configured(small.out, [*map(str, small.words), "engine.return_routing=true"])
+    assert not config.engine.return_routing
+
+
 class Elsewhere(Local, frozen=True, kw_only=True):
     """As if its jobs ran on other machines."""
 

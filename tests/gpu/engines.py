@@ -179,7 +179,7 @@ class Comparison:
         policy, lr = Megatron(dtype=DTYPE, device="gpu" if CUDA else "cpu"), LR
         if self._family == "lora":
             policy, lr = msgspec.structs.replace(policy, lora_rank=8), LR * OF_ADAPTERS
-        learner = policy.build(model, OptimizerConfig(lr=lr, weight_decay=0.0), None)
+        learner = policy.build(model, OptimizerConfig(lr=lr, warmup_steps=0, weight_decay=0.0), None)
         publisher = Publisher(self._run, learner, 1, "test", Snapshots(every=2))
         publisher.publish_weights()
         weights = verified(self._run, WeightVersion(incarnation=1, step=0))

@@ -69,8 +69,9 @@ class OptimizerConfig(Record, frozen=True, kw_only=True):
 
     lr: Annotated[float, Meta(ge=0)] = 1e-6
     """Learning rate after the warm-up."""
-    warmup_steps: Annotated[int, Meta(ge=0)] = 0
-    """Step n of the warm-up uses n / warmup_steps of `lr`."""
+    warmup_steps: Annotated[int, Meta(ge=0)] = 10
+    """Step n of the warm-up uses n / warmup_steps of `lr`, while the running means of AdamW are of few steps;
+    0 is none."""
     decay: Literal["constant", "linear"] = "constant"
     """linear: the rate falls towards 0 over the last `decay_share` of `decay_steps`."""
     decay_steps: Annotated[int, Meta(ge=0)] = 0
@@ -81,7 +82,7 @@ class OptimizerConfig(Record, frozen=True, kw_only=True):
     """Weight decay of matrices, decoupled from the gradient."""
     beta1: float = 0.9
     """Decay rate of the running mean of gradients."""
-    beta2: float = 0.95
+    beta2: float = 0.98
     """Decay rate of the running mean of squared gradients."""
     eps: float = 1e-8
     """Added to the root of the mean of squared gradients."""

@@ -42,7 +42,7 @@ def _run(case: dict):
     case["objective"] = PolicyObjective(convert(case.get("loss", {}), LossConfig))
     learner = convert(case.get("policy", {}), Megatron).build(
         Path(case["model"]),
-        convert(case.get("optimizer", {}), OptimizerConfig),
+        convert({"warmup_steps": 0, "beta2": 0.95} | case.get("optimizer", {}), OptimizerConfig),
         Path(case.get("reference", case["model"])) if case["objective"].needs_reference else None,
     )
     out, found = Path(case["out"]), {"metrics": []}
