@@ -68,7 +68,7 @@ BUDGETS = {
     "hpc_swe/plugins/agents": 840,  # answers of models that call no tools
     "hpc_swe/plugins/engines": 2_891,
     "hpc_swe/plugins/executors": 892,
-    "hpc_swe/plugins/graders": 3_550,  # finds what only tests import; a patch that disagrees costs as a cheat
+    "hpc_swe/plugins/graders": 3_720,  # finds what only tests import; says whose file does what a guard sees
     "hpc_swe/plugins/policies": 6_880,  # values of a checkpoint go straight into their files
     "hpc_swe/plugins/sandboxes": 2_564,
     "hpc_swe/plugins/tasksets": 1_170,

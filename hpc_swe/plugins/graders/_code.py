@@ -6,6 +6,7 @@ sandbox can set the time at which the kernel last changed an inode. Outside of t
 where the interpreter looked for modules at first: a folder that is moved takes old files along.
 """
 
+import ast
 import builtins
 import warnings
 from functools import partial, partialmethod
@@ -56,6 +57,17 @@ def place(guard: Any, path: Any, is_pure: bool = False) -> str:
         tell_young(guard, real)
         return ""
     return real[len(guard.root) + 1 :] if is_own else real
+
+
+def resolved(path: str) -> str:
+    """Return where a path leads when links are followed; nothing if there is no such file."""
+    try:
+        handle = open_path(path, O_PATH | O_CLOEXEC)
+    except (OSError, ValueError):
+        return ""
+    real = readlink(f"/proc/self/fd/{handle}")  # noqa: PTH115
+    close(handle)
+    return real
 
 
 def tell_young(guard: Any, path: str) -> None:
@@ -126,6 +138,31 @@ def read_codes(guard: Any, found: str) -> Any:
     return guard.files.get(found, {})
 
 
+def read_names(path: str) -> Any:
+    """Return the names that a test's file binds to other values than a judge's module or part of that name.
+
+    No code under test has run yet.
+    """
+    try:
+        with open_file(path, "rb") as file:
+            tree: Any = compile_text(file.read(), path, "exec", ast.PyCF_ONLY_AST, True)
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return set()
+    found: Any = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Import):
+            found.update(one.asname for one in node.names if one.asname not in (None, one.name))
+        elif isinstance(node, ast.ImportFrom):
+            is_judge = exact(node.module).partition(".")[0] in ("unittest", "pytest")
+            plain = {one.name for one in node.names if is_judge and one.asname in (None, one.name)}
+            found.update({one.asname or one.name for one in node.names} - plain)
+    return found
+
+
 def _compiled(guard: Any, text: bytes, path: str) -> Any:
     """Compile a text; once code under test may run, neither its codecs nor its `warnings` take part."""
     if not guard.modules:
@@ -173,6 +210,11 @@ def reachable(function: Any) -> Any:
         elif kind is partialmethod and vars(kind).get("__getattribute__") is None:
             queue.append(plain_names(vars(one)).get("func"))
     return found
+
+
+def files_of(guard: Any, function: Any) -> Any:
+    """Return the files of the functions that a function consists of; an empty name for one of no file."""
+    return sorted({origin(guard, one.__code__) for one in reachable(function)})
 
 
 def cells(function: Any) -> Any:

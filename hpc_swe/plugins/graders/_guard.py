@@ -15,11 +15,11 @@ frames is below it, and no exception leaves them.
 import gc
 import os
 import sys
-import unittest
 from functools import partial
 from itertools import repeat
 from operator import is_
 from random import SystemRandom
+from stat import S_ISDIR
 from sys import _getframe
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -33,11 +33,14 @@ from hpc_swe.plugins.graders._code import (
     knows,
     names_ctypes,
     names_of_class,
+    names_of_module,
     nested,
     origin,
     place,
     plain_names,
     read_codes,
+    read_names,
+    resolved,
 )
 from hpc_swe.plugins.graders._held import (
     JUDGES,
@@ -70,7 +73,8 @@ SEEN = REACHES | FILES | SETS | {"import", "exec"}
 SETS_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 WRITES = os.O_WRONLY | os.O_RDWR
 CTYPES = os.path.realpath(os.path.dirname(os.__file__)) + "/ctypes/"  # noqa: PTH120
-KINDS = (type, unittest.TestCase, ModuleType, FunctionType)
+FROZEN = "<frozen importlib"
+list_names, stat_file = os.listdir, os.fstat
 collects, stop_collecting, go_on_collecting = gc.isenabled, gc.disable, gc.enable
 OWN = _getframe().f_code  # of all texts of the guard, since they run as one
 
@@ -92,8 +96,11 @@ def make_guard(code: Any, path: str, root: str, files: Any) -> Any:
     guard.cells, guard.values, guard.held = [], [], set()
     guard.must_compare, guard.is_pure, guard.listener = not hasattr(sys, "addaudithook"), True, None
     guard.is_watching, guard.bottom, guard.phase, guard.test, guard.hooks = True, None, None, "", None
-    for file in files:
-        read_codes(guard, place(guard, root + "/" + file))
+    guard.judged = frozenset(place(guard, root + "/" + file) for file in files) - {""}
+    guard.defined, guard.bound = set(), set()
+    for file in guard.judged:
+        guard.defined.update(name for name, _ in read_codes(guard, file))
+        guard.bound.update(read_names(root + "/" + file))
     actions: Any = {name: partial(action, guard) for name, action in ACTIONS.items()}
     if guard.must_compare:
         return lambda action, *values: actions[action](*values)
@@ -148,14 +155,11 @@ def code_below(guard: Any) -> Any:
 def _see(guard: Any, event: str, first: Any = None, second: Any = None, third: Any = None, *_: Any) -> None:
     """Report what code under test needs to find us, and tests hardly ever do."""
     if event in REACHES:
-        odd(guard, "calls " + event)
+        odd(guard, "calls " + event, _user(guard))
     elif event == "exec":
         guard.is_pure = guard.is_pure and is_installed(guard, first)
-    elif event == "open":
-        _opens(guard, first, third)
     elif event in FILES:
-        _opens(guard, first, 0)
-        _opens(guard, second, WRITES)
+        _sees_files(guard, event, path_of(first), path_of(second), third)
     elif event in SETS:
         guard.must_compare = True
         _sets(guard, first, exact(second))
@@ -165,24 +169,86 @@ def _see(guard: Any, event: str, first: Any = None, second: Any = None, third: A
         odd(guard, "imports ctypes", _user_of_ctypes(guard))
 
 
+def _user(guard: Any) -> str:
+    """Return the file of the innermost code that is not installed; nothing if that is in no file.
+
+    An installed function may be called in a thread of its own, so that no caller is to be seen.
+    """
+    frame = below(guard)
+    while frame is not None:
+        code = frame.f_code
+        if id(code) in guard.callers:
+            return CTYPES  # only pytest and plugins are between here and the runner
+        file = origin(guard, code)
+        if file[:1] != "/" and not (exact(code.co_filename).startswith(FROZEN) and knows(guard, code)):
+            return file
+        frame = frame.f_back
+    return ""
+
+
 def _sets(guard: Any, owner: Any, name: str) -> None:
+    """Report that a judge, a test or what holds tests gets another code, class or base."""
     if name in SETS_OF_FUNCTIONS and any(map(is_, guard.functions, repeat(owner))):
         odd(guard, "sets " + name)
-    elif name in ("__code__", "__class__", "__bases__"):
-        homes = [plain_names(names_of_class(one)).get("__module__") for one in get_mro(type(owner))]
-        is_judge = any(exact(home).partition(".")[0] in JUDGES for home in homes)
-        if is_judge or issubclass(type(owner), KINDS):
-            odd(guard, "sets " + name, origin(guard, code_below(guard)))
+    elif name in ("__code__", "__class__", "__bases__") and _is_judged(guard, owner):
+        odd(guard, "sets " + name, origin(guard, code_below(guard)))
 
 
-def _opens(guard: Any, path: Any, flags: Any) -> None:
-    path = bytes.decode(path, "utf-8", "replace") if issubclass(type(path), bytes) else exact(path)
-    if path.endswith("/mem") or path == "mem":
-        odd(guard, "opens the memory of a process")
-    elif path.endswith(".py") and type(flags) is int and flags & WRITES:
-        file = place(guard, path)
-        if file and file[0] != "/":
-            odd(guard, "writes " + file)
+def _is_judged(guard: Any, owner: Any) -> bool:
+    """Tell whether an object is of unittest or pytest, or is a test, or holds code of a test's file."""
+    kind = type(owner)
+    if issubclass(kind, FunctionType):
+        return knows(guard, owner.__code__) or _is_of_test(guard, owner)
+    if issubclass(kind, ModuleType):
+        held = plain_names(names_of_module(owner))
+        if any(map(is_, guard.modules.values(), repeat(owner))):
+            return True
+    else:
+        homes = get_mro(owner) if issubclass(kind, type) else get_mro(kind)
+        for home in (*homes, *get_mro(kind)):
+            if exact(plain_names(names_of_class(home)).get("__module__")).partition(".")[0] in JUDGES:
+                return True
+        held = plain_names(names_of_class(owner)) if issubclass(kind, type) else {}
+    return any(type(one) is FunctionType and _is_of_test(guard, one) for one in held.values())
+
+
+def _is_of_test(guard: Any, function: Any) -> bool:
+    return place(guard, function.__code__.co_filename) in guard.judged
+
+
+def path_of(value: Any) -> str:
+    return bytes.decode(value, "utf-8", "replace") if issubclass(type(value), bytes) else exact(value)
+
+
+def _sees_files(guard: Any, event: str, path: str, target: str, flags: Any) -> None:
+    """Report that a process's memory is opened, or that a file of tests is written or replaced."""
+    if event == "open":
+        flags, target = (flags if type(flags) is int else 0), path
+        if flags & os.O_PATH:  # opens nothing but a name, as the guard itself does
+            return
+        real = resolved(path) if path else ""
+        is_memory = real.startswith("/proc/") and real.endswith("/mem")
+        # The name may be one in a folder that is open, which no event tells.
+        is_memory = is_memory or (path.rpartition("/")[2] == "mem" and _holds_folder())
+    else:
+        is_memory, flags = event == "os.symlink" and path.rpartition("/")[2] == "mem", WRITES
+    if is_memory:
+        odd(guard, "opens the memory of a process", _user(guard))
+    elif target.endswith(".py") and flags & WRITES:
+        file = place(guard, target)
+        if file in guard.judged or (file[:1] != "/" and file.rpartition("/")[2] == "conftest.py"):
+            odd(guard, "writes " + file, _user(guard))
+
+
+def _holds_folder() -> bool:
+    """Tell whether this process has a folder open, so that a path may begin elsewhere than it seems."""
+    for number in list_names("/proc/self/fd"):
+        try:
+            if S_ISDIR(stat_file(int(number)).st_mode):
+                return True
+        except OSError:  # the folder of this list
+            continue
+    return False
 
 
 def _user_of_ctypes(guard: Any) -> str:
@@ -196,7 +262,7 @@ def _user_of_ctypes(guard: Any) -> str:
 
 def _passes_on(guard: Any, code: Any) -> bool:
     """Tell whether a code is of the import system or of ctypes itself."""
-    is_frozen = exact(code.co_filename).startswith("<frozen importlib")
+    is_frozen = exact(code.co_filename).startswith(FROZEN)
     return knows(guard, code) if is_frozen else origin(guard, code).startswith(CTYPES)
 
 

@@ -5,6 +5,7 @@ calls no `__eq__` and looks up no key, so that neither a value nor a key can tak
 """
 
 import builtins
+import unittest
 from itertools import chain
 from operator import attrgetter
 from operator import is_not as differs
@@ -15,6 +16,7 @@ from typing import Any
 from hpc_swe.plugins.graders._code import (
     cells,
     exact,
+    files_of,
     get_title,
     names_of_class,
     names_of_module,
@@ -33,7 +35,9 @@ GROWS = frozenset({"__slotnames__", "__annotations__", "__annotations_cache__", 
 GROWS |= {"__abstractmethods__", "_abc_impl", "_abc_registry", "_abc_negative_cache"}
 GROWS |= {"_classSetupFailed", "tearDown_exceptions"}  # of unittest's class for modules that fail to import
 GROWS |= {"_abc_negative_cache_version", "_pytest_diamond_inheritance_warning_shown"}
-GROWS |= {"__doc__", "__dict__", "__weakref__"}
+GROWS |= {"__doc__", "__dict__", "__weakref__", "_epoch", "maxDiff", "longMessage", "_diffThreshold"}
+FREE = frozenset({"open", "input", "print", "exit", "quit", "help", "breakpoint", "copyright", "credits"})
+OF_CASE = frozenset(vars(unittest.TestCase))
 HIDING = frozenset(vars(builtins))
 get_module = vars(type)["__module__"].__get__
 get_code, get_cell = attrgetter("__code__"), attrgetter("cell_contents")
@@ -50,7 +54,8 @@ def learn(guard: Any, reporter: Any, packages: str = "", phase: Any = None) -> N
         odd(guard, "the guard learns twice")
         return
     guard.phase, guard.has_inner, guard.reporter = phase, False, reporter
-    hold_values(guard, vars(builtins))
+    # No judge prints, asks or opens by these, and tests often replace them.
+    hold(guard, "", vars(builtins), lambda key, value: key not in FREE, frozenset())
     _hold_module(guard, "the reporter", reporter)
     plugins = set(packages.split("\n"))
     for name, module in list(modules.items()):
@@ -178,19 +183,26 @@ def _examine(guard: Any, number: int) -> None:
     found, now, size = plain_names(names), (*names, *names.values()), len(first) // 2
     known = dict(zip(first[:size], first[size:]))  # noqa: B905
     faults = [
-        "replaced " + prefix + key
+        ("replaced " + prefix + key, *(() if prefix else _tests_of(guard, found.get(key))))
         for key, value in known.items()
         if is_held(key, value) and found.get(key, missing) is not value
     ]
     if 2 * len(found) != len(now):
-        faults.append("a key that is no string in " + (prefix or "names"))
+        faults.append(("a key that is no string in " + (prefix or "names"),))
     for key in set(found).difference(known):
-        if key not in GROWS if adds is None else key in adds:
-            faults.append("added " + prefix + key)
+        is_check = key.startswith("assert") and key not in OF_CASE  # hides nothing
+        if key not in GROWS and not is_check if adds is None else key in adds:
+            faults.append(("added " + prefix + key,))
     for fault in faults:
-        odd(guard, fault)
+        odd(guard, *fault)
     if not faults:
         guard.spaces[number] = (prefix, names, first, now, is_held, adds)
+
+
+def _tests_of(guard: Any, function: Any) -> Any:
+    """Return the files of a function if all are tests."""
+    files = files_of(guard, function)
+    return files if guard.judged.issuperset(files) else ()
 
 
 def _check_modules(guard: Any) -> None:

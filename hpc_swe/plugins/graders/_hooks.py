@@ -17,3 +17,13 @@ def implementations(config: Any) -> Any:
     parts += [(name, hook, hook._hookexec) for name, hook in hooks]  # noqa: SLF001
     executes = manager._inner_hookexec  # noqa: SLF001
     return (*parts, *(("hooks", one, executes) for one in (manager, relay, config.hook)))
+
+
+def stay_in_process(config: Any) -> None:
+    """Turn off what runs tests in other processes: workers of pytest-xdist, children of pytest-forked."""
+    for name, value in (("numprocesses", 0), ("maxprocesses", None), ("dist", "no"), ("tx", []), ("px", [])):
+        if hasattr(config.option, name):
+            setattr(config.option, name, value)
+    for name in ("forked", "looponfail"):
+        if hasattr(config.option, name):
+            setattr(config.option, name, False)

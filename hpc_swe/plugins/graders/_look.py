@@ -12,15 +12,18 @@ from typing import Any
 
 from hpc_swe.plugins.graders._code import (
     exact,
+    files_of,
     get_mro,
     get_title,
     is_written,
+    knows,
     names_of_class,
     names_of_module,
     origin,
     place,
     plain_names,
     reachable,
+    read_codes,
     text_of,
 )
 from hpc_swe.plugins.graders._held import JUDGES
@@ -57,21 +60,40 @@ def look_at_hooks(guard: Any, now: Any) -> None:
         odd(guard, "plugins change while tests run")
 
 
-def look_at_test(guard: Any, label: str, name: str, function: Any) -> None:
-    """Report the file of the work tree that a test is from, or that the test differs from its file."""
+def look_at_test(guard: Any, label: str, name: str, function: Any, file: Any = None) -> None:
+    """Report the file of the work tree that a test is from, or that the test differs from its file.
+
+    A test whose name its file does not define was made by a loop, a wrapper or a plugin: only code of other
+    files of the work tree is reported then. The file is named by `label`, if not by `file`.
+    """
     for one in reachable(function):
         if exact(one.__code__.co_name) == exact(name) and is_written(guard, one.__code__):
-            file = place(guard, one.__code__.co_filename)
-            if file[:1] != "/":
-                odd(guard, "a test is from " + file, file)
-            if guard.bottom is not None and guard.tests.setdefault(exact(label), one) is not one:
-                odd(guard, exact(label) + " is another function")
-            names = plain_names(one.__globals__)
-            for module in guard.modules.keys() & set(JUDGES) & set(names):
-                if names[module] is not guard.modules[module]:
-                    odd(guard, "a test's module has another " + module)
+            _look_at_function(guard, exact(label), one)
             return
-    odd(guard, exact(label) + " differs from its file")
+    if _is_defined(guard, exact(file) or guard.root + "/" + exact(label).partition("::")[0], exact(name)):
+        odd(guard, exact(label) + " differs from its file")
+        return
+    for home in files_of(guard, function):
+        if home and home[0] != "/":
+            odd(guard, exact(label) + " differs from its file", home)
+
+
+def _look_at_function(guard: Any, label: str, function: Any) -> None:
+    home = place(guard, function.__code__.co_filename)
+    if home[:1] != "/":
+        odd(guard, "a test is from " + home, home)
+    if guard.bottom is not None and guard.tests.setdefault(label, function) is not function:
+        odd(guard, label + " is another function")
+    names = plain_names(function.__globals__)
+    for module in guard.modules.keys() & set(JUDGES) & set(names) - guard.bound:
+        if names[module] is not guard.modules[module]:
+            odd(guard, "a test's module has another " + module)
+
+
+def _is_defined(guard: Any, path: str, name: str) -> bool:
+    """Tell whether a file has a function of this name; if there is no file, whether any file of tests has."""
+    found = place(guard, path)
+    return any(one == name for one, _ in read_codes(guard, found)) if found else name in guard.defined
 
 
 def look_at_parts(guard: Any, *parts: Any) -> None:
@@ -93,15 +115,19 @@ def look_at_names(guard: Any, module: Any, names: Any) -> None:
     """Report a test module in which one of these names stands for another value."""
     found = plain_names(names_of_module(module))
     for name, value in names.items():
-        if found.get(name, value) is not value:
+        if found.get(name, value) is not value and name not in guard.bound:
             odd(guard, "a test module has another " + name)
 
 
 def look_at_case(guard: Any, test: Any) -> None:
     """Report names of TestCase that a test, its class or the bases of its class override."""
-    for name in set(plain_names(names_of_case(test))) & OF_CASE - TUNES:
-        if name.startswith(("assert", "_", "fail", "run")):
-            odd(guard, "a test hides its " + name)
+    own = plain_names(names_of_case(test))
+    for name in set(own) & OF_CASE - TUNES:
+        codes = [one.__code__ for one in reachable(own[name])]
+        is_same = codes and all(knows(guard, one) and exact(one.co_name) == name for one in codes)
+        if name.startswith(("assert", "_", "fail", "run")) and not is_same:
+            files = [file for file in files_of(guard, own[name]) if file[:1] != "/"]
+            odd(guard, "a test hides its " + name, *files)
     for kind in get_mro(type(test)):
         if kind is Case:
             return

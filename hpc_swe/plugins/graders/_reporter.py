@@ -18,7 +18,7 @@ from typing import Any, Callable  # noqa: UP035
 
 # In a sandbox, these are in the texts above this one.
 from hpc_swe.plugins.graders._always_equal import always_equal_classes
-from hpc_swe.plugins.graders._hooks import implementations
+from hpc_swe.plugins.graders._hooks import implementations, stay_in_process
 
 
 def watch(set_up: Any, folder: str, kind: str, modules: str, files: Any, *canaries: str) -> None:
@@ -219,7 +219,9 @@ def _look(tell: Any, test: Any) -> None:
     name = vars(test).get("_testMethodName", "")
     spaces = [vars(test)] + [vars(kind) for kind in type(test).__mro__]
     tell("look at case", test)
-    tell("look at test", str(name), name, next((space[name] for space in spaces if name in space), None))
+    file = getattr(sys.modules.get(type(test).__module__), "__file__", None)
+    function = next((space[name] for space in spaces if name in space), None)
+    tell("look at test", str(name), name, function, file)
 
 
 def watch_pytest(tell: Any, canaries: Any, close: Any) -> None:
@@ -231,6 +233,7 @@ def watch_pytest(tell: Any, canaries: Any, close: Any) -> None:
         import pytest
 
         first, last = pytest.hookimpl(tryfirst=True), pytest.hookimpl(trylast=True)
+        Listener.pytest_cmdline_main = first(Listener.pytest_cmdline_main)  # type: ignore[method-assign]
         Listener.pytest_sessionstart = first(Listener.pytest_sessionstart)  # type: ignore[method-assign]
         Listener.pytest_runtest_makereport = first(Listener.pytest_runtest_makereport)  # type: ignore[method-assign]
         Listener.pytest_collection_modifyitems = last(Listener.pytest_collection_modifyitems)  # type: ignore[method-assign]
@@ -252,6 +255,10 @@ class Listener:
         self._canaries = canaries
         self._close = close
         self._config = config
+
+    def pytest_cmdline_main(self, config: Any) -> None:
+        """Run all tests in this process, since those of other processes are not seen; see `_hooks`."""
+        stay_in_process(config)
 
     def pytest_sessionstart(self) -> None:
         """Learn pytest's parts again: all plugins are loaded now, and no test is."""

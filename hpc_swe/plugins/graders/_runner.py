@@ -10,7 +10,10 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from hpc_swe.plugins.graders._hooks import implementations  # in a sandbox, text above this one
+from hpc_swe.plugins.graders._hooks import (
+    implementations,
+    stay_in_process,
+)  # in a sandbox, text above this one
 
 
 def canonical(value: Any) -> str:  # noqa: C901, PLR0911  (one line for each kind of literal)
@@ -57,6 +60,10 @@ class Recorder:
     def __init__(self, tell: Any, files: frozenset[str]) -> None:
         self._tell, self._files = tell, files
         self._config: Any = None
+
+    def pytest_cmdline_main(self, config: Any) -> None:
+        """Run all tests in this process, since those of other processes are not recorded."""
+        stay_in_process(config)
 
     def pytest_collection(self, session: Any) -> None:
         """Learn pytest's parts now that it is complete, and only then let the work directory be imported."""
@@ -119,6 +126,7 @@ def main(arguments: list[str]) -> None:
     """Run pytest on the recorder's tests; the report has an end only if pytest comes to its end."""
     import pytest
 
+    Recorder.pytest_cmdline_main = pytest.hookimpl(tryfirst=True)(Recorder.pytest_cmdline_main)  # type: ignore[method-assign]
     RECORDER._tell("start")  # noqa: SLF001
     pytest.main(arguments, plugins=[RECORDER])
     RECORDER._tell("end")  # noqa: SLF001

@@ -44,7 +44,8 @@ class ReportLine(msgspec.Struct, frozen=True):
 
     test: str = ""
     doc: str = ""
-    outcome: CaseOutcome | None = None
+    outcome: str = ""
+    """A `CaseOutcome`, or what a plugin calls a run that it repeats, which is no outcome."""
     always_equal: str = ""
     """``module:class`` of values that equal nearly anything."""
     odd: str = ""
@@ -187,7 +188,10 @@ class Run:
         if len(entries) < 2 or not entries[0].begin or not entries[-1].end:
             return ParsedRun(complaint="the tests did not come to their end")
         always_equal = {one.always_equal: one.places.split("\n") for one in entries if one.always_equal}
-        odd = {one.odd: one.places.split("\n") for one in entries if one.odd}
+        odd: dict[str, list[str]] = {}
+        for one in entries:
+            if one.odd:
+                odd.setdefault(one.odd, []).extend(one.places.split("\n"))
         young = [one.young for one in entries if one.young]
         outcomes, docs = _merge(entries)
         good, bad, *hidden = (_take(outcomes, name) for name in self.canaries)
@@ -295,9 +299,11 @@ def _merge(entries: list[ReportLine]) -> tuple[dict[str, CaseOutcome], dict[str,
     outcomes: dict[str, CaseOutcome] = {}
     docs = {}
     for entry in entries:
-        if entry.outcome is not None:
+        for outcome in _WORST_LAST:
+            if entry.outcome != outcome:
+                continue
             before = outcomes.get(entry.test, "passed")
-            outcomes[entry.test] = max((entry.outcome, before), key=_WORST_LAST.index)
+            outcomes[entry.test] = max((outcome, before), key=_WORST_LAST.index)
             docs[entry.test] = entry.doc
     return outcomes, docs
 

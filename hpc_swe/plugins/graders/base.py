@@ -1,7 +1,7 @@
 """The interface that every grader implements."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,6 +14,8 @@ from hpc_swe.records import Outcome, Score, Task
 
 GRADER_BROKE: Final = "the grader broke"
 """Begins the detail of a score that stands for an exception of the grader."""
+Findings = Mapping[str, Collection[str]]
+"""What the guard found -> the files that it comes from; an empty name is code of no file."""
 DISAGREES: Final = "its sittings disagree"
 """Begins the detail when a patch passed a test in one sitting and failed the same test in another."""
 SILENT: Final = "its later sittings gave no result"
@@ -120,6 +122,12 @@ def sandbox_texts(*modules: str) -> list[str]:
 def guard_text() -> str:
     """Return what `load_apart` of `_apart` loads in a sandbox."""
     return "\n\n".join(sandbox_texts("_report", "_code", "_held", "_look", "_guard"))
+
+
+def charges(found: Findings, base: Findings, touched: Collection[str]) -> list[str]:
+    """Return what was found in files that a patch changes, or in no file, and not in the run of the base."""
+    new = {what: {*places}.difference(base.get(what, ())) for what, places in found.items()}
+    return sorted(what for what, places in new.items() if not places.isdisjoint({*touched, ""}))
 
 
 def ending(result: CommandResult) -> str:

@@ -16,7 +16,7 @@ from hpc_swe.plugins import _pytest_command
 from hpc_swe.plugins.graders._images import file_time_ns, require_pytest, require_unchanged
 from hpc_swe.plugins.graders._report import KEY, verified_lines
 from hpc_swe.plugins.graders._sealed import seal
-from hpc_swe.plugins.graders.base import HiddenTestGrader, ending, guard_text, sandbox_texts
+from hpc_swe.plugins.graders.base import HiddenTestGrader, charges, ending, guard_text, sandbox_texts
 from hpc_swe.plugins.patch import BadPatch, apply
 from hpc_swe.plugins.sandboxes.base import CommandResult, Sandboxes, add_files
 from hpc_swe.plugins.second_run import run_reliably
@@ -25,6 +25,8 @@ from hpc_swe.records import Score, Task
 _SET_UP = {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"}
 _SET_UP |= {"pyproject.toml", "sitecustomize.py", "usercustomize.py"}
 _SEALED = "\n(pytest saw no expected values, which stay outside the sandbox; test_bad fails on purpose)"
+_OUTCOMES = {"passed", "failed", "skipped"}
+"""Outcomes of pytest itself; plugins that repeat a test report others for runs that do not count."""
 _OPTIONS = ["-s", "--tb=no", "--assert=plain", "--rootdir=.", "--continue-on-collection-errors"]
 
 
@@ -56,6 +58,9 @@ class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
         )
         if not report.outcomes:  # the patch, or the image
             require_pytest(task, sandboxes)
+        if charges(report.odd, {}, exam.touched):  # code that the patch does not change may do the same
+            _, base = _Exam(task, dict(task.files), self.sealed).run(sandboxes)
+            report = msgspec.structs.replace(report, charges=charges(report.odd, base.odd, exam.touched))
         detail = ending(result) + _SEALED * bool(exam.answers)
         return self._score(exam, report, detail, time.monotonic() - started)
 
@@ -63,9 +68,9 @@ class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
         wanted = {*exam.task.tests.fail_to_pass, *exam.task.tests.pass_to_pass}
         passed = {name for name in wanted if exam.is_passed(name, report)}
         good, bad = (report.outcomes.get(f"{exam.canaries}::{name}") for name in ("test_good", "test_bad"))
-        charges = ["a canary test ended wrongly"] if good == "failed" or bad == "passed" else report.odd[:3]
-        if charges:
-            detail = f"the patch changes how tests end: {'; '.join(charges)}"
+        found = ["a canary test ended wrongly"] if good == "failed" or bad == "passed" else report.charges[:3]
+        if found:
+            detail = f"the patch changes how tests end: {'; '.join(found)}"
             return self.score(exam.task, "cheated", (), detail, seconds)
         is_resolved = bool(passed) and passed == wanted and good == "passed"
         return self.score(exam.task, "resolved" if is_resolved else "unresolved", passed, detail, seconds)
@@ -91,7 +96,10 @@ class _Report(msgspec.Struct, frozen=True):
 
     outcomes: dict[str, str] = {}
     answers: dict[str, dict[int, str]] = {}
-    odd: list[str] = []
+    odd: dict[str, list[str]] = {}
+    """Signs that code changes how it is judged -> the files that they come from."""
+    charges: list[str] = []
+    """Signs that speak against the patch."""
     young: list[str] = []
 
 
@@ -106,6 +114,8 @@ class _Exam:
         self.answers: dict[str, dict[int, str]] = {}
         self.canaries = f"test_{secrets.token_hex(8)}.py"
         files = {path: text for path, text in patched.items() if not _is_set_up(path)}
+        self.touched = {path for path, text in files.items() if task.files.get(path) != text}
+        self.touched -= task.tests.files.keys()
         files |= {path: text for path, text in task.files.items() if _is_set_up(path)} | task.tests.files
         judged = {name.partition("::")[0] for name in (*task.tests.fail_to_pass, *task.tests.pass_to_pass)}
         for path in judged & task.tests.files.keys() if sealed else ():
@@ -148,22 +158,13 @@ class _Exam:
         for line in entries:
             if line.answer is not None:
                 report.answers.setdefault(line.test, {})[int(line.place)] = line.answer
-            elif line.outcome and report.outcomes.get(line.test, "passed") == "passed":
+            elif line.outcome in _OUTCOMES and report.outcomes.get(line.test, "passed") == "passed":
                 report.outcomes[line.test] = line.outcome
             elif line.young:
                 report.young.append(line.young)
-            elif line.odd and not self._is_allowed(line):
-                report.odd.append(line.odd)
+            elif line.odd:
+                report.odd.setdefault(line.odd.replace(self.canaries, ""), []).extend(line.places.split("\n"))
         return report
-
-    def _is_allowed(self, line: _Line) -> bool:
-        """Allow what the task's own files or libraries do, and writing to other files than tests."""
-        files = {*self.task.tests.files, self.canaries}
-        if line.odd.startswith("writes "):
-            return line.odd.removeprefix("writes ") not in files
-        return all(
-            place[:1] == "/" or place in files or _is_set_up(place) for place in line.places.split("\n")
-        )
 
     def is_passed(self, name: str, report: _Report) -> bool:
         """Tell whether a test passed and gave the right answer wherever its expected value was taken out."""

@@ -35,6 +35,7 @@ from hpc_swe.plugins.graders.base import (
     SILENT,
     GradedPatch,
     HiddenTestGrader,
+    charges,
     ending,
     sandbox_texts,
 )
@@ -153,16 +154,15 @@ def _run_and_accuse(task: Task, patch: str, sandboxes: Sandboxes) -> tuple[_Test
     parsed, base = test_run.parsed, ParsedRun()
     if parsed.complaint:
         return test_run, base
-    always_equal, odd = (
-        {what for what, places in found.items() if test_run.touched.intersection(places)}
-        for found in (parsed.always_equal, parsed.odd)
-    )
-    if always_equal or odd or Run(task).needs_base(parsed):
-        base = _base(task, "\n".join(name.partition(":")[0] for name in sorted(always_equal)), sandboxes)
-    values = sorted(always_equal - base.always_equal.keys())
-    charges = [f"values of {name} equal everything" for name in values] + sorted(odd - base.odd.keys())
-    if charges:
-        parsed = ParsedRun(complaint="; ".join(charges[:3]), is_cheat=True)
+    touched = test_run.touched
+    always_equal = charges(parsed.always_equal, {}, touched)
+    if always_equal or charges(parsed.odd, {}, touched) or Run(task).needs_base(parsed):
+        base = _base(task, "\n".join(name.partition(":")[0] for name in always_equal), sandboxes)
+    values = [name for name in always_equal if name not in base.always_equal]
+    found = [f"values of {name} equal everything" for name in values]
+    found += charges(parsed.odd, base.odd, touched)
+    if found:
+        parsed = ParsedRun(complaint="; ".join(found[:3]), is_cheat=True)
     return dataclasses.replace(test_run, parsed=parsed), base
 
 
