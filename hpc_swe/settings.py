@@ -98,7 +98,9 @@ class BatchesConfig(Record, frozen=True, kw_only=True):
     constant_length: Positive = 1024
     """Denominator per episode of ``constant``, in tokens."""
     overlong: Literal["train", "mask_loss", "drop_from_baseline"] = "train"
-    """How a truncated episode counts: fully; in the baseline but not in the loss; not at all."""
+    """How an episode counts that its turns or its context cut off: fully; in the baseline but not in the
+    loss; not at all. One that used up the time of its tools is always trained: a policy could wait on
+    purpose."""
     train_chains: Literal["main", "all"] = "main"
     """Train the agent's main conversation only, or its side conversations too."""
     microbatch_tokens: Positive = 4096

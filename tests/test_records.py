@@ -113,6 +113,7 @@ def test_a_restarted_learner_s_versions_are_newer_than_its_predecessor_s():
 def test_only_budgets_truncate():
     truncated = {status for status in ExitStatus if status.is_truncated}
     assert truncated == {ExitStatus.MAX_TURNS, ExitStatus.CONTEXT, ExitStatus.TOOL_TIME}
+    assert truncated - {status for status in ExitStatus if status.is_overlong} == {ExitStatus.TOOL_TIME}
 
 
 def test_lengths_are_counted_in_tokens():

@@ -182,6 +182,11 @@ class ExitStatus(StrEnum):
         """Tell whether a budget cut the episode off, rather than the agent ending it."""
         return self in (ExitStatus.MAX_TURNS, ExitStatus.CONTEXT, ExitStatus.TOOL_TIME)
 
+    @property
+    def is_overlong(self) -> bool:
+        """Tell whether its length cut the episode off. Time that its tools spend waiting is no length."""
+        return self in (ExitStatus.MAX_TURNS, ExitStatus.CONTEXT)
+
 
 class Timing(Record, frozen=True, kw_only=True):
     """Wall seconds of one episode are summed by what they were spent on."""

@@ -62,7 +62,7 @@ class BatchRule:
         failure = failure_cause(scored)
         if failure:
             return Use(f"it is no result: {failure}")
-        if self._settings.batches.overlong != "train" and scored.episode.exit_status.is_truncated:
+        if self._settings.batches.overlong != "train" and scored.episode.exit_status.is_overlong:
             return Use("it was cut off, and batches.overlong leaves such episodes out")
         if made is None:
             return Use(WHY[status])

@@ -146,7 +146,7 @@ def sampled(members: Iterable[ScoredEpisode], config: RunConfig) -> Tokens:
     batches = config.batches
     for scored in members:
         if scored.score.reward is None or (
-            batches.overlong != "train" and scored.episode.exit_status.is_truncated
+            batches.overlong != "train" and scored.episode.exit_status.is_overlong
         ):
             continue
         for sample in make_samples(scored.episode, 1.0, batches.train_chains, 0, 0).samples:

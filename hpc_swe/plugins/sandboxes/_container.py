@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 # In a container, these are in the texts above this one.
 from hpc_swe.plugins.sandboxes._descriptors import most_open_files, send_files
 from hpc_swe.plugins.sandboxes._processes import Processes
-from hpc_swe.plugins.sandboxes._program import execute, reap, thread_variables
+from hpc_swe.plugins.sandboxes._program import execute, fork_for, reap, thread_variables
 
 NEW_NAMESPACES = 0x10000000 | 0x20000000 | 0x00020000 | 0x40000000 | 0x08000000 | 0x04000000 | 0x02000000
 MS_RDONLY, MS_NOSUID_NOEXEC, MS_NOSUID_NODEV_NOEXEC = 1, 10, 14
@@ -96,7 +96,7 @@ def serve(channel: socket.socket) -> None:
         message, received, _, _ = socket.recv_fds(channel, 4096, 1)
         if not message:
             return
-        if os.fork() == 0:
+        if fork_for(received[0]) == 0:
             channel.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             start(socket.socket(fileno=received[0]), message.decode(), settings)

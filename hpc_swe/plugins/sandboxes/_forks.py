@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 # In the interpreter, these are in the texts above this one.
 from hpc_swe.plugins.sandboxes._descriptors import send_files
-from hpc_swe.plugins.sandboxes._program import WARM_UP, execute, reap
+from hpc_swe.plugins.sandboxes._program import WARM_UP, execute, fork_for, reap
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -39,7 +39,7 @@ def serve(channel: socket.socket) -> None:
         message, files, _, _ = socket.recv_fds(channel, 1 << 16, 3)
         if not message:
             return os.killpg(0, signal.SIGCONT)  # commands may have stopped their reapers
-        if os.fork() == 0:
+        if fork_for(files[0]) == 0:
             channel.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             oversee(json.loads(message), *files)
@@ -51,7 +51,9 @@ def oversee(request: dict[str, Any], host: int, program: int, output: int) -> No
     """Become a reaper: fork the command, and answer when it and all that it has started have ended."""
     try:
         wait, go = os.pipe()
-        command = os.fork()
+        command = fork_for(host)
+        if command < 0:
+            os._exit(0)
         if command == 0:
             os.close(go)
             if os.read(wait, 1):

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -30,6 +31,8 @@ _TEXTS = [Path(__file__).with_name(name).read_text() for name in _NAMES]
 _PROGRAM = re.sub(r"(?m)^from hpc_swe.*$", "", "\n\n".join(_TEXTS))
 _START_S = 120.0
 _TRIALS = 2
+_REFUSED_S = 1.0
+"""Pause after a command was refused for want of room for a process."""
 _ROOM = {"HPC_SWE_ROOM": " " * 8192}
 """Room for the variables of a sandbox's commands where /proc shows those of a process."""
 
@@ -73,12 +76,19 @@ class Command:
             interpreter = _running()
             with inner, suppress(OSError):
                 interpreter.send(request.encode(), [inner.fileno(), program, output])
+            answer = b""
             with suppress(OSError):
-                if files := socket.recv_fds(host, 16, 1)[1]:
+                answer, files, _, _ = socket.recv_fds(host, 256, 1)
+                if files:
                     return host, files[0]
             host.close()
-            trials += _close(interpreter)
-        raise SandboxError(f"a command could not be started: {interpreter.last_output()}")
+            if answer:  # there is no room for a process, which other commands may leave soon
+                trials += 1
+                time.sleep(_REFUSED_S)
+            else:
+                trials += _close(interpreter)
+        why = answer.decode() or interpreter.last_output()
+        raise SandboxError(f"a command could not be started: {why}")
 
 
 class _Interpreter:

@@ -15,6 +15,8 @@ from hpc_swe.plugins.sandboxes._descriptors import InFlight  # in a container, t
 
 KILLING_S = 5.0
 """Seconds in which processes are stopped or killed one by one, before all of them are killed at once."""
+FORKING_S = 5.0
+"""Seconds in which a command waits for room for its first process."""
 ENDED = set("ZX")
 STOPPED = ENDED | set("TtD")
 """States of threads that have ended, are stopped, or wait in the kernel, for a child for example."""
@@ -50,12 +52,17 @@ class Processes:
         self._ended: dict[int, int] = {}
 
     def fork(self) -> int:
-        """Fork; end the session where its processes leave no room for another one."""
-        try:
-            return os.fork()
-        except OSError:
+        """Fork; end the session where its processes leave no room for another one.
+
+        Sandboxes of the same job may have left none, so this is tried for some seconds.
+        """
+        deadline = time.monotonic() + FORKING_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                return os.fork()
             self.kill_all()
-            return os.fork()
+            time.sleep(0.1)
+        return os.fork()
 
     def kill_all(self) -> None:
         """Kill and reap all processes: for process 1, pid -1 means all others of the namespace, at once."""

@@ -49,6 +49,16 @@ def reap(*_: object) -> None:
             pass
 
 
+def fork_for(host: int) -> int:
+    """Fork for a new sandbox or command; refuse that one, and return -1, if no process may be started."""
+    try:
+        return os.fork()
+    except OSError as error:  # other programs of the job may have used up its processes
+        with contextlib.suppress(OSError):
+            os.write(host, f"failed: {error}".encode())
+        return -1
+
+
 def execute(program: str, arguments: list[str], environment: dict[str, str]) -> int:
     """Run a program as ``python3 -I`` does, and return its exit code."""
     os.environ.clear()

@@ -71,19 +71,20 @@ def decide(group: Group, step: int, settings: BatchSettings, weight: float = 1.0
 
     The advantages are multiplied by `weight`. Penalties change them, but not whether the group has signal.
 
-    A truncated episode is trained (``train``), counts for the baseline of its siblings only (``mask_loss``),
-    or not at all (``drop_from_baseline``); an episode without a loss is in no denominator. A group with a
-    token over `hard_max_staleness` is dropped as a whole: its baseline is biased without its longest member.
+    An episode that was too long is trained (``train``), counts for the baseline of its siblings only
+    (``mask_loss``), or not at all (``drop_from_baseline``); an episode without a loss is in no denominator. A
+    group with a token over `hard_max_staleness` is dropped as a whole: its baseline is biased without its
+    longest member.
     """
     overlong, limits = settings.batches.overlong, settings.groups
     drops = overlong == "drop_from_baseline"
-    baseline = [s for s in group.results if not (drops and s.episode.exit_status.is_truncated)]
+    baseline = [s for s in group.results if not (drops and s.episode.exit_status.is_overlong)]
     if len(baseline) < 2:
         return GroupDecision("too_few", [])
     chains, estimates = settings.batches.train_chains, _estimates(group, baseline, settings)
     episodes, has_signal = [], False
     for s, (by_reward, advantage) in zip(baseline, estimates, strict=True):
-        if overlong == "train" or not s.episode.exit_status.is_truncated:
+        if overlong == "train" or not s.episode.exit_status.is_overlong:
             cut = make_samples(s.episode, weight * advantage, chains, step, limits.max_token_staleness)
             episodes.append(cut)
             has_signal |= cut.tokens > 0 and abs(by_reward) > NO_SIGNAL

@@ -186,6 +186,13 @@ def test_what_a_truncated_episode_counts_for(overlong, advantages):
 
 
 @pytest.mark.parametrize("overlong", ["mask_loss", "drop_from_baseline"])
+def test_who_waits_until_its_time_is_over_is_trained_all_the_same(overlong):
+    late = scored(0.0, index=1, status=ExitStatus.TOOL_TIME)
+    decision = decide(group(scored(1.0), late), 0, batch_settings(overlong=overlong))
+    assert [c.advantage for c in decision.episodes] == pytest.approx([0.5, -0.5])
+
+
+@pytest.mark.parametrize("overlong", ["mask_loss", "drop_from_baseline"])
 def test_signal_is_judged_after_masking(overlong):
     """The only success was cut off: nothing that may be trained tells the members apart."""
     members = group(truncated(1.0, 0), scored(0.0, index=1), scored(0.0, index=2))
