@@ -70,7 +70,7 @@ BUDGETS = {
     "hpc_swe/plugins/executors": 892,
     "hpc_swe/plugins/graders": 3_720,  # finds what only tests import; says whose file does what a guard sees
     "hpc_swe/plugins/policies": 6_880,  # values of a checkpoint go straight into their files
-    "hpc_swe/plugins/sandboxes": 2_600,  # refuses one sandbox where no process may be started
+    "hpc_swe/plugins/sandboxes": 2_684,  # refuses one sandbox where no process may be started
     "hpc_swe/plugins/tasksets": 1_170,
     "hpc_swe/plugins/tools": 1_805,
     "hpc_swe/records": 570,

@@ -11,7 +11,9 @@ import signal
 import time
 from typing import NamedTuple
 
-from hpc_swe.plugins.sandboxes._descriptors import InFlight  # in a container, this is in the text above
+# In a container, these are in the texts above.
+from hpc_swe.plugins.sandboxes._descriptors import InFlight
+from hpc_swe.plugins.sandboxes._kernel import KernelMemory, locks_too_much, others
 
 KILLING_S = 5.0
 """Seconds in which processes are stopped or killed one by one, before all of them are killed at once."""
@@ -45,6 +47,7 @@ class Processes:
     def __init__(self, memory_mb: int) -> None:
         self._memory_mb = memory_mb
         self._in_flight = InFlight()
+        self._kernel = KernelMemory()
         self.program = 0
         """Number of the program of the open session; 0 when there is none."""
         self.is_paused = False
@@ -131,10 +134,10 @@ class Processes:
             os.kill(self.program, number)
 
     def kill_greedy(self) -> None:
-        """Kill all processes, a session's too, if they take too much memory or too many descriptors."""
-        memory_mb = self._memory_mb
-        takes_memory = _used_mb("statm") > memory_mb and _used_mb("smaps_rollup") > memory_mb
-        if takes_memory or self._in_flight.are_too_many():
+        """Kill all processes, a session's too, if they take too much memory, descriptors or locks."""
+        left_mb = self._memory_mb - self._kernel.mb()
+        takes_memory = _used_mb("statm") > left_mb and _used_mb("smaps_rollup") > left_mb
+        if takes_memory or self._in_flight.are_too_many() or locks_too_much():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)
 
@@ -163,7 +166,7 @@ class Processes:
     def _found(self) -> tuple[dict[int, Seen], dict[int, Seen]]:
         """Return the session's processes, and all others, by number."""
         found = {}
-        for name in set(filter(str.isdigit, os.listdir("/proc"))) - {"1"}:
+        for name in others():
             with contextlib.suppress(OSError):  # it ended meanwhile
                 found[int(name)] = seen(name)
         is_alive = self.program in found and not found[self.program].states <= ENDED
@@ -195,7 +198,7 @@ def _used_mb(source: str) -> float:
     taken to share nothing.
     """
     total = 0
-    for pid in set(filter(str.isdigit, os.listdir("/proc"))) - {"1"}:
+    for pid in others():
         for name in dict.fromkeys((source, "statm")):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/{name}") as file:  # it ended meanwhile
                 lines = [line.split() for line in file]

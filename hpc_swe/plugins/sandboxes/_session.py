@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-_PARTS = ("_descriptors.py", "_processes.py", "_program.py", "_container.py")
+_PARTS = ("_descriptors.py", "_kernel.py", "_processes.py", "_program.py", "_container.py")
 _TEXTS = [Path(__file__).with_name(name).read_text() for name in _PARTS]
 PROGRAM = re.sub(r"(?m)^from hpc_swe.*$", "", "\n\n".join(_TEXTS)).encode()
 """What runs in a container, without imports of the texts above."""
@@ -71,7 +71,8 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     address_space_mb: int = 4096
     """Address space of one process."""
     memory_mb: int = 8192
-    """Memory of all processes together, checked four times a second; a command that uses more is killed."""
+    """Memory of all processes together, with what the kernel keeps for them, checked four times a second; a
+    command that uses more is killed."""
     nice: int = 10
     """Niceness added to every process, so that workers, engines and learners come first."""
     disk_mb: int = 512
