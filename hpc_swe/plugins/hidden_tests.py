@@ -3,7 +3,7 @@
 hpc_swe/tasks/check.py chooses such versions, a taskset adds them, and a grader uses them for second sittings.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -14,6 +14,9 @@ from hpc_swe.records import Task
 
 CHANGED_TESTS: Final = "changed_tests"
 """Key of `TestPlan.extra` with versions of the hidden tests, in JSON. Only reward workers' tasks have it."""
+
+UNSEALED: Final = "unsealed"
+"""Key of `TestPlan.extra` with the assertions that must compare in the sandbox, in JSON."""
 
 
 class HiddenEdit(msgspec.Struct, frozen=True):
@@ -72,6 +75,19 @@ def with_edits(task: Task, edits: Sequence[HiddenEdit]) -> Task:
         raise ConfigError(f"{task.task_id}: its eval script does not hold its test patch once")
     extra = task.tests.extra | {"test_patch": patch}
     return replace(task, tests=replace(task.tests, command=command, extra=extra))
+
+
+def with_unsealed(task: Task, places: Mapping[str, Sequence[str]]) -> Task:
+    """Name assertions that a grader must not seal: test file -> lines and columns, such as ``12:4``."""
+    if not places:
+        return task
+    extra = task.tests.extra | {UNSEALED: msgspec.json.encode(places, order="sorted").decode()}
+    return replace(task, tests=replace(task.tests, extra=extra))
+
+
+def unsealed_of(task: Task) -> dict[str, list[str]]:
+    """Decode the places that `with_unsealed` added to a task; there are none without it."""
+    return msgspec.json.decode(task.tests.extra.get(UNSEALED, "{}"), type=dict[str, list[str]])
 
 
 def holds_patch(task: Task) -> bool:

@@ -51,6 +51,14 @@ class TaskCheck(msgspec.Struct, frozen=True, kw_only=True):
     """Outcome of each run of the empty patch."""
     seconds: Seconds | None = None
     """None if no run came to its end."""
+    assertions: int = 0
+    """Assertions of the tests that judge the task, where the grader can seal some."""
+    sealed: int = 0
+    """How many of these have their expected values outside the sandbox."""
+    unsealed: dict[str, list[str]] = {}
+    """Test file -> lines and columns of assertions that only classes of the reference can compare."""
+    remark: str = ""
+    """What a person should know about the names of the tests."""
     changed_tests: list[Version] = []
     """Versions of the hidden tests for second sittings; only usable tasks have them."""
     unchanged: str = ""

@@ -3,8 +3,9 @@
 import ast
 import hashlib
 from collections.abc import Iterable, Iterator
+from typing import TypeGuard
 
-from hpc_swe.plugins.syntax import parse
+from hpc_swe.plugins.syntax import PythonText, as_read, parse
 
 TESTS = "test.py"
 """File of the tests where nothing names another one."""
@@ -12,23 +13,27 @@ TestFunction = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def ids_of_tests(text: str, path: str = TESTS) -> list[str]:
-    """Return the ids that pytest gives the tests of a file; none if only a run could determine them.
+    """Return the ids, without parameters, of tests that pytest is sure to find in a file; it may find more.
 
     Example:
         >>> ids_of_tests("def test_a():\\n    assert True\\n")
         ['test.py::test_a']
     """
     try:
-        module = parse(text)
+        module = parse(as_read(text))
     except (SyntaxError, ValueError):
         return []
-    if any(isinstance(node, ast.Attribute) and node.attr == "parametrize" for node in ast.walk(module)):
-        return []
-    found = [f"{path}::{test.name}" for test in _functions(module.body)]
-    for node in module.body:
+    return list(
+        dict.fromkeys(_ids(module.body, path))
+    )  # a later function replaces an earlier one of its name
+
+
+def _ids(body: Iterable[ast.stmt], owner: str) -> Iterator[str]:
+    yield from (f"{owner}::{node.name}" for node in body if _is_test(node))
+    for node in body:
         if isinstance(node, ast.ClassDef) and (node.name.startswith("Test") or _is_unittest(node)):
-            found += [f"{path}::{node.name}::{test.name}" for test in _functions(node.body)]
-    return list(dict.fromkeys(found))  # a later function of the same name replaces an earlier one
+            inner = [one for one in node.body if not (isinstance(one, ast.ClassDef) and _is_unittest(node))]
+            yield from _ids(inner, f"{owner}::{node.name}")
 
 
 def name_of(test_id: str) -> str:
@@ -47,57 +52,101 @@ def split_only_test(text: str) -> str:
 
     Some of them can then be hidden, and the file as a whole tests the same.
     """
-    names = ids_of_tests(text)
-    tests = [test for test in _functions(parse(text).body) if not test.decorator_list] if names else []
-    if len(names) != 1 or len(tests) != 1 or not all(isinstance(each, ast.Assert) for each in tests[0].body):
+    try:
+        source = PythonText(text)
+    except (SyntaxError, ValueError):
+        return text
+    tests = [test for _, test in functions(source.tree.body)]
+    if len(tests) != 1 or tests[0] not in source.tree.body or not isinstance(tests[0], ast.FunctionDef):
         return text
     (test,) = tests
-    if len(test.body) < 2 or isinstance(test, ast.AsyncFunctionDef) or ast.unparse(test.args):
+    takes = [one for one in ast.walk(test.args) if isinstance(one, ast.arg)]
+    if len(test.body) < 2 or takes or test.decorator_list:
         return text
-    parts = [f"def {test.name}_{n}():\n    {ast.unparse(each)}\n" for n, each in enumerate(test.body)]
-    lines = text.split("\n")
-    lines[test.lineno - 1 : test.end_lineno] = ["\n\n".join(parts)]
-    return "\n".join(lines)
+    if not all(isinstance(each, ast.Assert) for each in test.body):
+        return text
+    parts = [f"def {test.name}_{n}():\n    {source.segment(each)}\n" for n, each in enumerate(test.body)]
+    return source.with_changes([(test, "\n\n".join(parts))])
 
 
 def cut(text: str, hidden: set[str]) -> str:
     """Return a test file without the functions of these names, such as ``test_a`` or ``TestB.test_c``."""
+    text = as_read(text)
     lines: list[str | None] = [*text.split("\n")]
-    _cut(parse(text).body, "", hidden, lines)
+    module = parse(text)
+    _cut(module.body, module, "", hidden, lines)
     return "\n".join(line for line in lines if line is not None)
 
 
-def _cut(body: list[ast.stmt], prefix: str, hidden: set[str], lines: list[str | None]) -> None:
-    gone = [node for node in body if isinstance(node, TestFunction) and prefix + node.name in hidden]
+def _cut(
+    body: list[ast.stmt], owner: ast.AST, prefix: str, hidden: set[str], lines: list[str | None]
+) -> None:
+    gone = [node for node in body if _is_test(node) and prefix + node.name in hidden]
     for function in gone:
         first = min([function.lineno, *(one.lineno for one in function.decorator_list)])
         last = function.end_lineno or function.lineno
         lines[first - 1 : last] = [None] * (last - first + 1)
-    if prefix and len(gone) == len(body):
-        lines[gone[0].lineno - 1] = " " * gone[0].col_offset + "pass"  # a class needs a body
+    if gone and len(gone) == len(body) and not isinstance(owner, ast.Module):
+        lines[gone[0].lineno - 1] = " " * gone[0].col_offset + "pass"  # it needs a body
     for node in body:
         if isinstance(node, ast.ClassDef):
-            _cut(node.body, f"{prefix}{node.name}.", hidden, lines)
-
-
-def _functions(body: list[ast.stmt]) -> list[TestFunction]:
-    return [node for node in body if isinstance(node, TestFunction) and node.name.startswith("test")]
+            _cut(node.body, node, f"{prefix}{node.name}.", hidden, lines)
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            for inner in _bodies(node):
+                _cut(inner, node, prefix, hidden, lines)
 
 
 def _is_unittest(node: ast.ClassDef) -> bool:
-    return any(ast.unparse(base).rpartition(".")[2] == "TestCase" for base in node.bases)
+    return any(ast.unparse(base).endswith("TestCase") for base in node.bases)
+
+
+def _is_test(node: ast.stmt) -> TypeGuard[TestFunction]:
+    if not isinstance(node, TestFunction) or not node.name.startswith("test"):
+        return False
+    return not any("fixture" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
 def names_of_tests(text: str) -> Iterator[str]:
-    """Yield the qualified name of each function whose name begins with ``test``, in any class too."""
-    for owner, test in functions(parse(text).body):
+    """Yield the qualified name of each function whose name begins with ``test``, in any class too.
+
+    Raise SyntaxError or ValueError if the text is not Python.
+    """
+    for owner, test in functions(parse(as_read(text)).body):
         yield f"{owner}.{test.name}".lstrip(".")
 
 
+def holds_tests(text: str) -> bool:
+    """Tell whether pytest may find a test in a file: a function, a class, an assigned or an imported name."""
+    try:
+        nodes = list(ast.walk(parse(as_read(text))))
+    except (SyntaxError, ValueError):
+        return False
+    names = {
+        one.name for one in nodes if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    }
+    names |= {one.asname or one.name for one in nodes if isinstance(one, ast.alias)}
+    names |= {one.id for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+    is_case = any(_is_unittest(one) for one in nodes if isinstance(one, ast.ClassDef))
+    return is_case or any(name.startswith(("test", "Test")) for name in names)
+
+
 def functions(body: Iterable[ast.stmt], owner: str = "") -> Iterator[tuple[str, TestFunction]]:
-    """Yield each function whose name begins with ``test``, after its classes' names, joined by dots."""
+    """Yield each function whose name begins with ``test``, after its classes' names, joined by dots.
+
+    Functions below ``if``, ``try`` and ``with`` count as well, fixtures do not.
+    """
     for node in body:
         if isinstance(node, ast.ClassDef):
             yield from functions(node.body, f"{owner}.{node.name}".lstrip("."))
-        elif isinstance(node, TestFunction) and node.name.startswith("test"):
+        elif _is_test(node):
             yield owner, node
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            for inner in _bodies(node):
+                yield from functions(inner, owner)
+
+
+def _bodies(node: ast.If | ast.Try | ast.With) -> list[list[ast.stmt]]:
+    """Return the lists of statements in a statement that is no loop, function or class."""
+    if isinstance(node, ast.Try):
+        return [node.body, *(one.body for one in node.handlers), node.orelse, node.finalbody]
+    return [node.body, node.orelse] if isinstance(node, ast.If) else [node.body]

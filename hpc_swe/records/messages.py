@@ -31,7 +31,7 @@ class TestPlan(Record, frozen=True, kw_only=True):
     files: dict[str, str] = {}
     """Path -> text, written over the submission before the command runs."""
     fail_to_pass: list[str]
-    """Test ids that the bug breaks."""
+    """Test ids that the bug breaks; if a plan names no test at all, each one counts that pytest collects."""
     pass_to_pass: list[str] = []
     timeout_s: float
     extra: dict[str, str] = {}

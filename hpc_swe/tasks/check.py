@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +25,8 @@ from hpc_swe import cli, plugins, tables
 from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, EpisodeError, boundary
 from hpc_swe.plugins import task_checks
-from hpc_swe.plugins.graders.base import Examiner, Grader, Regrader
-from hpc_swe.plugins.hidden_tests import Version
+from hpc_swe.plugins.graders.base import Examiner, Grader, Inspection, Inspector, Regrader
+from hpc_swe.plugins.hidden_tests import Version, with_unsealed
 from hpc_swe.plugins.patch import apply
 from hpc_swe.plugins.sandboxes.base import ImageSandboxes, Sandboxes, WatchedSandboxes
 from hpc_swe.plugins.task_checks import TAKEN, Kind, Seconds, TaskCheck
@@ -37,6 +37,10 @@ from hpc_swe.tables import bars, console, say
 
 COLUMNS = ("bare", "overhead")
 APPLY_TIMEOUT_S = 120.0
+_NOTHING_SEALED = (
+    "no expected value can stay outside the sandbox, where code could pass without a solution; assert that "
+    "something == a literal, or set grader.accept_unsealed = true"
+)
 _MISSING = re.compile(r"No module named '([\w.]+)'")
 
 
@@ -57,7 +61,13 @@ class Checker:
         seconds: list[Seconds] = []
         versions: list[Version] = []
         unchanged = ""
+        seen: Inspection | None = None
+        asked = task
         try:
+            if isinstance(self.grader, Inspector):
+                with boundary(EpisodeError, "inspect the tests"):
+                    seen = self.grader.inspect(task, reference, self.sandboxes)
+                task = with_unsealed(task, seen.unsealed)
             for _ in range(self.runs):
                 with boundary(EpisodeError, "grade"):  # swebench's parsers may raise anything
                     if reference is not None:
@@ -68,6 +78,13 @@ class Checker:
             kind, reason = judged(gold, empty)
             if kind in ("unproven", "gold_fails") and not task.base_commit:
                 kind, reason = self._blamed_on_image(task, reference or "") or (kind, reason)
+            if (
+                kind == "usable"
+                and seen
+                and isinstance(self.grader, Inspector)
+                and not self.grader.proves(seen)
+            ):
+                kind, reason = "unproven", _NOTHING_SEALED
             if kind == "usable":
                 versions, unchanged = self._changed(task, reference or "")
         except (EpisodeError, ConfigError) as error:
@@ -78,7 +95,11 @@ class Checker:
             reason=reason,
             image=task.image,
             image_digest=self._image(task),
-            settings=self._settings(task, reference),
+            settings=self._settings(asked, reference),
+            assertions=seen.assertions if seen else 0,
+            sealed=seen.sealed if seen else 0,
+            unsealed=seen.unsealed if seen else {},
+            remark=seen.remark if seen else "",
             gold=[score.outcome for score in gold],
             empty=[score.outcome for score in empty],
             seconds=_medians(seconds),
@@ -221,12 +242,19 @@ def run(
 
 def table(verdicts: Sequence[TaskCheck]) -> Table:
     """Return a table with a row per task; seconds are medians over the runs of the reference."""
-    words = ("task", "verdict", "reference", "nothing", "second sitting")
+    words = ("task", "verdict", "reference", "nothing", "sealed", "second sitting")
     shown = tables.table(words, [f"{name} s" for name in COLUMNS])
     for one in verdicts:
         spent = [f"{getattr(one.seconds, name):.2f}" if one.seconds else "-" for name in COLUMNS]
-        shown.add_row(one.task_id, one.verdict, _tally(one.gold), _tally(one.empty), _sitting(one), *spent)
+        shown.add_row(
+            one.task_id, one.verdict, _tally(one.gold), _tally(one.empty), _sealed(one), _sitting(one), *spent
+        )
     return shown
+
+
+def _sealed(verdict: TaskCheck) -> str:
+    """Show how many assertions have their expected values outside the sandbox."""
+    return f"{verdict.sealed} of {verdict.assertions}" if verdict.assertions else "-"
 
 
 def _sitting(verdict: TaskCheck) -> str:
@@ -240,27 +268,47 @@ def _tally(outcomes: Sequence[str]) -> str:
 
 def _show(verdicts: Sequence[TaskCheck], out: Path) -> None:
     tables.show(console, table(verdicts))
-    usable = [one for one in verdicts if one.verdict == "usable"]
     remarks = defaultdict[str, list[str]](list)
     for one in verdicts:
-        if one.verdict != "usable":
-            remarks[f"{one.verdict}: {one.reason}"].append(one.task_id)
-        elif not one.changed_tests:
-            remarks[f"no second sitting: {one.unchanged}"].append(one.task_id)
+        for remark in _remarks(one):
+            remarks[remark].append(one.task_id)
     for remark, names in remarks.items():
         say(f"{_some(names)}: {remark}")
-    with_sitting = sum(bool(one.changed_tests) for one in usable)
-    if usable:
-        share = with_sitting / len(usable)
-        console.print(f"{with_sitting} of {len(usable)} usable tasks have a second sitting ({share:.0%})")
-    over = [one.seconds.overhead for one in verdicts if one.seconds]
-    if over:
-        console.print(
-            f"a grading costs {median(over):.2f} s beyond the bare tests, at most {max(over):.2f} s"
-        )
+    for line in _sums(verdicts):
+        console.print(line)
     kinds = Counter(one.verdict for one in verdicts)
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     say(f"{len(verdicts)} tasks: {counts}; {out}")
+
+
+def _remarks(verdict: TaskCheck) -> Iterator[str]:
+    if verdict.verdict != "usable":
+        yield f"{verdict.verdict}: {verdict.reason}"
+    elif not verdict.changed_tests:
+        yield f"no second sitting: {verdict.unchanged}"
+    if verdict.unsealed:
+        yield "only its own classes can compare some values; these assertions stay unsealed"
+    if verdict.remark:
+        yield verdict.remark
+
+
+def _sums(verdicts: Sequence[TaskCheck]) -> Iterator[str]:
+    usable = [one for one in verdicts if one.verdict == "usable"]
+    with_sitting = sum(bool(one.changed_tests) for one in usable)
+    if usable:
+        share = with_sitting / len(usable)
+        yield f"{with_sitting} of {len(usable)} usable tasks have a second sitting ({share:.0%})"
+    if total := sum(one.assertions for one in verdicts):
+        sealed = sum(one.sealed for one in verdicts)
+        whole = sum(one.sealed == one.assertions > 0 for one in verdicts)
+        nothing = sum(not one.sealed for one in verdicts)
+        yield (
+            f"{sealed} of {total} assertions are sealed ({sealed / total:.0%}): "
+            f"all of them in {whole} tasks, none in {nothing}"
+        )
+    over = [one.seconds.overhead for one in verdicts if one.seconds]
+    if over:
+        yield f"a grading costs {median(over):.2f} s beyond the bare tests, at most {max(over):.2f} s"
 
 
 @cli.command

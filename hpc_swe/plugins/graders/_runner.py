@@ -1,54 +1,86 @@
 """Run tests in a sandbox and record how they ended and what they computed.
 
-The program is sent to the sandbox as text, after those of `_apart` and `_hooks`, with calls of
-`make_recorder` and `main` at its end. It shares a process with untrusted code, so its report alone proves
+The program is sent to the sandbox as text, after those of `_apart`, `_always_equal` and `_hooks`, with calls
+of `make_recorder` and `main` at its end. It shares a process with untrusted code, so its report alone proves
 little; see `_sealed`.
 """
 
 import os
 import sys
+from collections import Counter, OrderedDict, UserDict, UserList, UserString
 from collections.abc import Iterable
+from decimal import Decimal
+from fractions import Fraction
+from json.encoder import encode_basestring_ascii as quote
+from types import MappingProxyType
 from typing import Any
 
-from hpc_swe.plugins.graders._hooks import (
-    implementations,
-    stay_in_process,
-)  # in a sandbox, text above this one
+# In a sandbox, these are in the texts above this one.
+from hpc_swe.plugins.graders._always_equal import always_equal_classes
+from hpc_swe.plugins.graders._hooks import implementations, stay_in_process
 
 
-def canonical(value: Any) -> str:  # noqa: C901, PLR0911  (one line for each kind of literal)
-    """Return a text that is the same for two plain values exactly when they are equal.
+def plain(value: Any) -> str:  # noqa: C901, PLR0911  (one line for each kind of value)
+    """Return JSON that is the same for two plain values exactly when they are equal.
 
-    Only methods of the built-in types are called, so that a subclass cannot misrepresent its value. Raise
-    AssertionError if the value, or one in it, is of no built-in type and not numpy's.
+    Plain are built-in values, numbers of the library, its subclasses of `UserList` and the like, numpy's
+    values, and containers of these. Any other value, also one whose class compares in its own way, becomes
+    ["?", name of its class], which equals nothing.
     """
+    kind = type(value)
     if value is None:
-        return "None"
-    if isinstance(value, int):
-        return int.__repr__(value)
-    if isinstance(value, float):
-        plain = float.__add__(value, 0.0)
-        return int.__repr__(int(plain)) if plain.is_integer() else float.__repr__(plain)
+        return "null"
+    if kind.__module__ == "numpy":
+        return plain(value.tolist())
+    if kind in USERS or (issubclass(kind, USERS) and _compares_as(kind, USERS)):
+        return plain(value.data)
+    if isinstance(value, type({}.keys()) | type({}.items())):
+        return _joined("s", sorted(map(plain, value)))
+    if isinstance(value, MappingProxyType):
+        return plain(dict(value))
+    if not _compares_as(kind, PLAIN):
+        return _joined("?", [quote(kind.__name__)])
+    if isinstance(value, NUMBERS):
+        return _number(value)
     if isinstance(value, str):
-        return str.__repr__(value)
-    if isinstance(value, bytes):
-        return bytes.__repr__(value)
+        return quote(value)
+    if isinstance(value, bytes | bytearray):
+        return _joined("b", [quote(bytes(value).hex())])
     if isinstance(value, list):
-        return _joined("[", map(canonical, list.__iter__(value)))
+        return _joined("l", map(plain, list.__iter__(value)))
     if isinstance(value, tuple):
-        return _joined("(", map(canonical, tuple.__iter__(value)))
-    if isinstance(value, set | frozenset):
-        members = set.__iter__(value) if isinstance(value, set) else frozenset.__iter__(value)
-        return _joined("{", sorted(map(canonical, members)))
+        return _joined("t", map(plain, tuple.__iter__(value)))
     if isinstance(value, dict):
-        return _joined("{:", sorted(f"{canonical(k)}:{canonical(v)}" for k, v in dict.items(value)))
-    if type(value).__module__ == "numpy":
-        return canonical(value.tolist())
-    raise AssertionError(f"{type(value).__name__} is not a plain value")
+        return _joined("d", sorted(f"{plain(key)},{plain(one)}" for key, one in dict.items(value)))
+    return _joined("s", sorted(map(plain, (set if isinstance(value, set) else frozenset).__iter__(value))))
+
+
+NUMBERS = (int, float, complex, Decimal, Fraction)
+USERS = (UserList, UserDict, UserString)
+PLAIN = (*NUMBERS, str, bytes, bytearray, list, tuple, dict, OrderedDict, Counter, set, frozenset)
+
+
+def _compares_as(kind: type, kinds: tuple[type, ...]) -> bool:
+    """Tell whether values of a class are compared as those of one of these classes, its bases."""
+    compare: Any = kind.__eq__
+    return any(issubclass(kind, one) and compare is one.__eq__ for one in kinds)
+
+
+def _number(value: Any) -> str:
+    """Write a number in one way, whatever its type: as an exact fraction."""
+    if isinstance(value, complex):
+        if value.imag:
+            return _joined("j", [_number(value.real), _number(value.imag)])
+        value = value.real
+    try:
+        above, below = value.as_integer_ratio()
+    except (OverflowError, ValueError):  # infinite, or not a number
+        return _joined("=", [quote(str(float(value)))])
+    return _joined("=", [quote(str(above) if below == 1 else f"{above}/{below}")])
 
 
 def _joined(kind: str, parts: Iterable[str]) -> str:
-    return kind + ",".join(parts) + kind
+    return "[" + ",".join([quote(kind), *parts]) + "]"
 
 
 class Recorder:
@@ -83,6 +115,11 @@ class Recorder:
         for item in items:
             self._look(item)
 
+    def pytest_collection_finish(self, session: Any) -> None:
+        """Report which tests there are."""
+        for item in session.items:
+            self._tell("outcome", item.nodeid, "", "collected")
+
     def pytest_runtest_call(self, item: Any) -> None:
         """Check a test again before it runs, since it could undo what is wrong with it."""
         self._look(item)
@@ -111,7 +148,11 @@ class Recorder:
 
     def answer(self, place: int, value: object) -> None:
         """Record `value`; the call replaces the assertion that compared it with a literal."""
-        self._tell("answer", place, canonical(value))
+        try:
+            text = plain(value)
+        except RecursionError:  # it is in itself
+            text = _joined("?", [quote(type(value).__name__)])
+        self._tell("answer", place, text)
 
 
 def make_recorder(set_up: Any, report: str, files: list[str]) -> Recorder:
@@ -129,6 +170,9 @@ def main(arguments: list[str]) -> None:
     Recorder.pytest_cmdline_main = pytest.hookimpl(tryfirst=True)(Recorder.pytest_cmdline_main)  # type: ignore[method-assign]
     RECORDER._tell("start")  # noqa: SLF001
     pytest.main(arguments, plugins=[RECORDER])
+    RECORDER._tell("finish")  # noqa: SLF001
+    for name, places in always_equal_classes(os.getcwd()):  # noqa: PTH109
+        RECORDER._tell("always equal", name, "\n".join(places))  # noqa: SLF001
     RECORDER._tell("end")  # noqa: SLF001
     sys.stdout.flush()
     os._exit(0)  # no code of the patch runs from here on

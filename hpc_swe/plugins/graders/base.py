@@ -53,6 +53,34 @@ class Regrader(Protocol):
         """Return versions that the reference, which resolves the task, fails; or none and the reason."""
 
 
+@dataclass(frozen=True)
+class Inspection:
+    """An inspection says what a grader can prove with a task's tests."""
+
+    assertions: int
+    """Assertions of the tests that judge the task."""
+    sealed: int
+    """How many of these have their expected values outside the sandbox."""
+    unsealed: dict[str, list[str]]
+    """Test file -> places of assertions that must compare in the sandbox, as values of the reference show."""
+    remark: str = ""
+    """What a person should know about the names of the tests."""
+
+
+@runtime_checkable
+class Inspector(Protocol):
+    """A grader that keeps expected values outside the sandbox, where that is possible."""
+
+    def inspect(self, task: Task, reference: str | None, sandboxes: Sandboxes) -> Inspection:
+        """Collect a task's tests without a patch and with its reference, if any, and look at its assertions.
+
+        Raise SandboxError if the host failed.
+        """
+
+    def proves(self, inspection: Inspection) -> bool:
+        """Tell whether so many sealed assertions are enough for a usable task."""
+
+
 @runtime_checkable
 class OutcomeReporter(Protocol):
     """A grader that reports every test of a run, also tests that the task does not name."""

@@ -13,7 +13,7 @@ import msgspec
 
 from hpc_swe.errors import ConfigError, boundary
 from hpc_swe.plugins.swebench_rows import columns, read_records
-from hpc_swe.plugins.syntax import parse, require_shallow
+from hpc_swe.plugins.syntax import PythonText, parse, require_shallow
 from hpc_swe.plugins.visible_tests import TESTS
 
 FIXED = ".fixed"
@@ -214,17 +214,19 @@ def _tests_of_check(text: str, entry_point: str) -> str:
 
     Raise ValueError if there is no such function.
     """
-    module = parse(text)
+    source = PythonText(text)
+    module = source.tree
     check = next((n for n in module.body if isinstance(n, ast.FunctionDef) and n.name == "check"), None)
     if check is None or len(check.args.args) != 1:
         raise ValueError("test has no function check(candidate)")
     name = check.args.args[0].arg
     own = [n for n in module.body if n is not check and not _is_call_of(n, "check")]
-    body = [n for n in check.body if not (isinstance(n, ast.Assert) and isinstance(n.test, ast.Constant))]
-    test = ast.FunctionDef("test_check", _NO_ARGUMENTS, body or [ast.Pass()], [])
-    lines = ["from solution import *", f"from solution import {entry_point}", *map(ast.unparse, own)]
+    changes = [
+        (n, "pass") for n in check.body if isinstance(n, ast.Assert) and isinstance(n.test, ast.Constant)
+    ]
+    lines = ["from solution import *", f"from solution import {entry_point}", *map(source.segment, own)]
     lines += [f"{name} = {entry_point}"] if name != entry_point else []
-    return "\n".join(lines) + "\n\n\n" + ast.unparse(ast.fix_missing_locations(test)) + "\n"
+    return "\n".join(lines) + f"\n\n\ndef test_check():\n{source.block(check.body, changes)}\n"
 
 
 def _is_call_of(node: ast.stmt, name: str) -> bool:
@@ -232,6 +234,3 @@ def _is_call_of(node: ast.stmt, name: str) -> bool:
         case ast.Expr(value=ast.Call(func=ast.Name(id=called))):
             return called == name
     return False
-
-
-_NO_ARGUMENTS = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])

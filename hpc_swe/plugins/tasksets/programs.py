@@ -16,8 +16,16 @@ import msgspec
 
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins import Plugin, patch, task_checks
+from hpc_swe.plugins.hidden_tests import with_unsealed
 from hpc_swe.plugins.tasksets._programs import Program, read
-from hpc_swe.plugins.visible_tests import cut, half, ids_of_tests, name_of, split_only_test
+from hpc_swe.plugins.visible_tests import (
+    cut,
+    half,
+    holds_tests,
+    name_of,
+    names_of_tests,
+    split_only_test,
+)
 from hpc_swe.records import Split, Task, TestPlan
 
 COMMAND = "python -m pytest --tb=short -sq"
@@ -98,7 +106,12 @@ class Programs(Plugin, frozen=True, kw_only=True):
         tasks = [self._task(program) for program in self._programs(split).values()]
         images = {task.task_id: (f"[taskset] {split}", task.image) for task in tasks if task is not None}
         usable = task_checks.usable(self.checked, split, images)
-        return [task for task in tasks if task is None or task.task_id in usable]
+        unsealed = {name: one.unsealed for name, one in task_checks.read(Path(self.checked)).items()}
+        return [
+            task and with_unsealed(task, unsealed[task.task_id])
+            for task in tasks
+            if task is None or task.task_id in usable
+        ]
 
     def _source(self, split: Split) -> str:
         return self.train if split == "train" else self.eval
@@ -124,16 +137,16 @@ class Programs(Plugin, frozen=True, kw_only=True):
 
     def _task(self, program: Program) -> Task | None:
         tests = program.tests
-        if not program.fail_to_pass:
+        named = [*program.fail_to_pass, *program.pass_to_pass]
+        if not named:
             tests = {path: split_only_test(text) for path, text in tests.items()}
-        names = program.fail_to_pass or [
-            one for path, text in tests.items() for one in ids_of_tests(text, path)
-        ]
-        if not names:
+        if not named and not any(map(holds_tests, tests.values())):
             return None
+        functions = {name.partition("[")[0] for name in named}
+        for path, text in tests.items() if not named else ():
+            functions |= {f"{path}::{name.replace('.', '::')}" for name in names_of_tests(text)}
         files = program.files
         if not program.is_cut:
-            functions = {name.partition("[")[0] for name in (*names, *program.pass_to_pass)}
             gone = half(functions, program.task_id, self.hidden)
             files = files | {
                 path: cut(text, {name_of(name) for name in gone if name.startswith(f"{path}::")})
@@ -150,7 +163,7 @@ class Programs(Plugin, frozen=True, kw_only=True):
             tests=TestPlan(
                 command=f"{COMMAND} {shlex.join(tests)}",
                 files=tests,
-                fail_to_pass=names,
+                fail_to_pass=program.fail_to_pass,  # with none, all tests count that pytest collects
                 pass_to_pass=program.pass_to_pass,
                 timeout_s=self.timeout_s,
             ),

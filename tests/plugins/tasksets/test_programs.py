@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from hpc_swe.errors import ConfigError
-from hpc_swe.plugins.graders._sealed import seal
 from hpc_swe.plugins.graders.pytest import Pytest
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.plugins.tasksets.programs import Programs, tree
@@ -71,7 +70,7 @@ def test_a_single_test_of_assertions_is_divided_and_half_hidden(tmp_path: Path) 
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"task_id": "a", "files": files}) + "\n")
     (task,) = Programs(train=str(path)).load("train")
-    assert task.tests.fail_to_pass == [f"test.py::test_base_{n}" for n in range(3)]
+    assert ids_of_tests(task.tests.files["test.py"]) == [f"test.py::test_base_{n}" for n in range(3)]
     assert len(ids_of_tests(task.files["test.py"])) == 2
     assert task.files["test.py"].startswith(head)
     compile(task.tests.files["test.py"], "test.py", "exec")
@@ -147,10 +146,7 @@ def test_tests_that_cannot_be_part_of_a_task_are_one_clear_error(tmp_path: Path,
 
 
 def test_tests_that_are_nested_too_deeply_for_a_grader_are_refused(tmp_path: Path) -> None:
-    """Python reads this assertion, but cannot write it, as the grader does to take out the expected value."""
     deep = "def test_a():\n    assert f() == " + " + ".join(["1"] * 400) + "\n"
-    with pytest.raises(RecursionError):
-        seal(deep)
     folder(tmp_path / "folders", "one", **{"test.py": deep})
     files = [{"path": "test.py", "content": deep}]
     (tmp_path / "rows.jsonl").write_text(json.dumps({"task_id": "a", "files": files}) + "\n")
@@ -181,4 +177,4 @@ def test_published_programs_load_whole(name: str, count: int) -> None:
         pytest.skip(f"no published programs: HPC_SWE_DATA or {DATA / name}")
     tasks = list(Programs(eval=str(DATA / name)).load("eval"))
     assert len(tasks) == len({task.task_id for task in tasks}) == count
-    assert all(task.tests.fail_to_pass and ids_of_tests(task.files["test.py"]) for task in tasks)
+    assert all(ids_of_tests(task.files["test.py"]) for task in tasks)

@@ -1,0 +1,223 @@
+"""Every test that pytest collects counts, and no right program loses by a test that cannot pass."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpc_swe.plugins.graders.pytest import Pytest
+from hpc_swe.plugins.patch import difference
+from hpc_swe.plugins.sandboxes.process import Process
+from hpc_swe.plugins.tasksets.programs import Programs
+from hpc_swe.records import Task
+
+BROKEN = "def f(n):\n    return n * 2\n"
+RIGHT = "def f(n):\n    return n * 3\n"
+WRONG = "def f(n):\n    return n * 3 if n < 5 else 0\n"
+HEAD = "import pytest, sys, unittest\nfrom mod import f\n"
+FOUR = "".join(f"\ndef test_{n}():\n    assert f({n}) == {3 * n}\n" for n in range(1, 4))
+FIVE = "self.assertEqual(f(5), 15)"
+UNSEEN = {
+    "an async case": f"""
+class Five(unittest.IsolatedAsyncioTestCase):
+    async def test_five(self):
+        {FIVE}
+""",
+    "a nested class": """
+class TestOuter:
+    class TestInner:
+        def test_five(self):
+            assert f(5) == 15
+""",
+    "a test under if": """
+if sys.version_info > (3,):
+    def test_five():
+        assert f(5) == 15
+""",
+    "a mixin": f"""
+class Mixed:
+    def test_five(self):
+        {FIVE}
+class Five(Mixed, unittest.TestCase):
+    pass
+""",
+    "an assigned function": """
+def make(n):
+    def check():
+        assert f(n) == 3 * n
+    return check
+test_five = make(5)
+""",
+    "parameters": """
+@pytest.mark.parametrize('n, want', [(1, 3), (5, 15)])
+def test_p(n, want):
+    assert f(n) == want
+""",
+    "a base class of another name": f"""
+Base = unittest.TestCase
+class Five(Base):
+    def test_five(self):
+        {FIVE}
+""",
+}
+HARMLESS = {
+    "a fixture": """
+@pytest.fixture
+def test_number():
+    return 1
+def test_with(test_number):
+    assert f(test_number) == 3
+""",
+    "a skipped test": """
+@pytest.mark.skip(reason='slow')
+def test_slow():
+    assert f(9) == 27
+""",
+    "a test for another system": """
+@pytest.mark.skipif(True, reason='x')
+def test_windows():
+    assert f(1) == 3
+""",
+    "a test that skips itself": """
+def test_it():
+    pytest.skip('not here')
+    assert f(1) == 3
+""",
+    "an expected failure": """
+@pytest.mark.xfail
+def test_known():
+    assert f('a') == 3
+""",
+    "unittest's own skips": """
+class Cases(unittest.TestCase):
+    @unittest.skip('x')
+    def test_a(self):
+        assert f(1) == 3
+    @unittest.expectedFailure
+    def test_b(self):
+        self.assertEqual(f(1), 4)
+""",
+    "a helper that is no test": """
+class Helper:
+    def test_nothing(self):
+        assert False
+""",
+}
+OWN = """class V:
+    def __init__(self, *xs): self.xs = xs
+    def __eq__(self, other): return self.xs == tuple(other)
+    def __iter__(self): return iter(self.xs)
+def f(n): return V(n, n + {step})
+"""
+ANY = """class Any:
+    def __init__(self, *xs): pass
+    def __eq__(self, other): return True
+    def __iter__(self): return iter((0, 0))
+def f(n): return Any()
+"""
+
+
+def task_of(folder: Path, tests: str, program: str = BROKEN) -> Task:
+    row = {
+        "task_id": "a",
+        "files": [{"path": "mod.py", "content": program}, {"path": "test.py", "content": tests}],
+    }
+    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    (task,) = Programs(eval=str(folder / "rows.jsonl")).load("eval")
+    return task
+
+
+def graded(task: Task, program: str) -> tuple[str, list[str]]:
+    score = Pytest().examine(task, difference("mod.py", task.files["mod.py"], program), Process())
+    return score.outcome, score.failed
+
+
+@pytest.mark.parametrize("more", UNSEEN.values(), ids=UNSEEN.keys())
+def test_every_collected_test_counts(tmp_path: Path, more: str) -> None:
+    task = task_of(tmp_path, HEAD + FOUR + "\n" + more)
+    outcome, failed = graded(task, WRONG)
+    assert outcome == "unresolved"
+    assert len(failed) == 1
+    assert graded(task, RIGHT) == ("resolved", [])
+
+
+@pytest.mark.parametrize("more", HARMLESS.values(), ids=HARMLESS.keys())
+def test_tests_that_cannot_pass_cost_no_right_program(tmp_path: Path, more: str) -> None:
+    task = task_of(tmp_path, HEAD + FOUR + "\n" + more)
+    assert graded(task, RIGHT) == ("resolved", [])
+    assert graded(task, WRONG.replace("n < 5", "n < 2"))[0] == "unresolved"
+
+
+SKIPS = "import pytest\ndef f(n):\n    if n > 2: pytest.skip('no')\n    return n * 3\n"
+HIDES = """import sys
+tests = sys.modules.get("test")
+if tests is not None:
+    tests.__getattr__ = None
+import inspect
+for frame in inspect.stack():
+    names = frame.frame.f_globals
+    if names.get("__name__") == "test":
+        class Gone(dict): pass
+        names["__test__"] = False
+        names["pytestmark"] = []
+def f(n): return n * 3 if n < 2 else 0
+"""
+EXPECTS = """import pytest, sys
+def f(n):
+    if n > 2: pytest.xfail("known")
+    return n * 3
+"""
+
+
+@pytest.mark.parametrize("program", [SKIPS, HIDES, EXPECTS, "import sys\nsys.exit(0)\n"])
+def test_a_patch_cannot_skip_or_hide_a_test(tmp_path: Path, program: str) -> None:
+    outcome, failed = graded(task_of(tmp_path, HEAD + FOUR), program)
+    assert outcome in ("unresolved", "cheated")
+    assert failed
+
+
+def test_where_no_test_loads_without_a_repair_its_own_tests_count(
+    tmp_path: Path,
+) -> None:
+    task = task_of(tmp_path, HEAD + FOUR + "\n" + UNSEEN["a nested class"], "def g(n):\n    return 0\n")
+    assert graded(task, WRONG) == ("unresolved", ["test.py::TestOuter::TestInner::test_five"])
+    assert graded(task, RIGHT) == ("resolved", [])
+
+
+def test_only_what_the_program_itself_computes_opens_an_assertion(tmp_path: Path) -> None:
+    tests = "from mod import f\ndef test_a():\n    assert f(1) == (1, 2)\n"
+    tests += "def test_b():\n    assert f(0) == (0, 1)\n"
+    own = task_of(tmp_path, tests, OWN.format(step=2))
+    assert graded(own, OWN.format(step=1)) == ("resolved", [])
+    assert graded(own, OWN.format(step=3))[0] == "unresolved"
+    assert graded(own, ANY)[0] == "cheated"
+    plain = task_of(tmp_path, tests, "def f(n):\n    return (n, n + 2)\n")
+    assert graded(plain, ANY)[0] == "unresolved", "no patch opens an assertion"
+    seen = Pytest().inspect(plain, difference("mod.py", plain.files["mod.py"], OWN.format(step=1)), Process())
+    assert (seen.sealed, seen.assertions, seen.unsealed) == (0, 2, {"test.py": ["3:4", "5:4"]})
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert f(1) == f(2) - f(1)",
+        "want = [3]\n    want.append(6)\n    assert [f(1), f(2)] == want",
+    ],
+)
+def test_a_value_that_equals_everything_is_a_cheat_where_nothing_is_sealed(tmp_path: Path, test: str) -> None:
+    task = task_of(
+        tmp_path, f"from mod import f\ndef test_a():\n    {test}\n", "def f(n):\n    return n * n + 1\n"
+    )
+    assert graded(task, RIGHT) == ("resolved", [])
+    assert graded(task, ANY + "    __sub__ = lambda self, other: self\n")[0] != "resolved"
+    program = ANY.replace("def f(n)", "    def __sub__(self, other): return self\ndef f(n)")
+    assert graded(task, program)[0] == "cheated"
+
+
+def test_what_the_tests_themselves_do_to_the_process_is_no_cheat(tmp_path: Path) -> None:
+    tests = (
+        "def test_lines():\n    sys.settrace(lambda *_: None)\n    sys.settrace(None)\n    assert f(1) == 3\n"
+    )
+    task = task_of(tmp_path, HEAD + FOUR + "\n" + tests)
+    assert graded(task, RIGHT) == ("resolved", [])
+    assert graded(task_of(tmp_path, HEAD + FOUR), f"import sys\nsys.settrace(None)\n{RIGHT}")[0] == "cheated"
