@@ -45,7 +45,16 @@ class Rope:
     def read(cls, config: Mapping[str, Any], where: str) -> "Rope":
         """Read a parsed config.json; raise ConfigError that begins with `where` and names the key."""
         if config.get("rope_parameters") and config.get("rope_scaling"):
-            raise ConfigError(f"{where} sets both rope_parameters and rope_scaling; keep one of them")
+            one = cls.read({**config, "rope_scaling": None}, where)
+            try:
+                is_equal = one == cls.read({**config, "rope_parameters": None}, where)
+            except ConfigError:
+                is_equal = False
+            if not is_equal:
+                raise ConfigError(
+                    f"{where} sets both rope_parameters and rope_scaling, which differ; keep one of them"
+                )
+            return one
         given = _given(config)
         outer = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}
         found = outer | {key: value for key, value in given.items() if value is not None}

@@ -64,3 +64,15 @@ def test_contexts_that_a_vllm_would_refuse_are_refused_at_the_start(tmp_path):
         check(tmp_path, 1, 65536)
     (tmp_path / "config.json").write_text(json.dumps(known | {"max_position_embeddings": 131072}))
     check(tmp_path, 1, 65536)
+
+
+def test_a_rope_that_is_there_in_both_forms_is_read_if_they_are_equal():
+    """A file that transformers 5 has written may keep what an older release wrote."""
+    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}
+    old = {"rope_theta": 1e4, "max_position_embeddings": 512, "rope_scaling": scaling}
+    both = old | {"rope_parameters": scaling | {"rope_theta": 1e4}}
+    assert Rope.read(both, "here") == Rope.read(old, "here")
+    assert longest_context(both) == longest_context(old)
+    for change in ({"factor": 4.0}, {"rope_theta": 1e6}, {"rope_type": "default"}):
+        with pytest.raises(ConfigError, match="both rope_parameters and rope_scaling"):
+            Rope.read(both | {"rope_parameters": both["rope_parameters"] | change}, "here")
