@@ -63,10 +63,10 @@ BUDGETS = {
     "hpc_swe/demo": 435,  # says how long a stage may take
     "hpc_swe/doctor": 1_284,
     "hpc_swe/evaluation": 530,
-    "hpc_swe/plugins": 3_070,  # cuts texts of tests at their syntax trees
+    "hpc_swe/plugins": 3_200,  # decides once for all readers which file of a model has which tensor
     "hpc_swe/plugins/advantages": 150,
     "hpc_swe/plugins/agents": 840,  # answers of models that call no tools
-    "hpc_swe/plugins/engines": 2_891,
+    "hpc_swe/plugins/engines": 2_903,
     "hpc_swe/plugins/executors": 892,
     "hpc_swe/plugins/graders": 5_000,  # says whose file does what a guard sees; seals most assertions
     "hpc_swe/plugins/policies": 6_880,  # values of a checkpoint go straight into their files

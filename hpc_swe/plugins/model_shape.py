@@ -1,6 +1,7 @@
 """Read a model's shape from its config.json; without torch, so that a login node can estimate with it."""
 
 import json
+from codecs import BOM_UTF8
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,16 +146,28 @@ class ModelShape:
         return Parameters(tables, self.layers * split, self.layers * experts, whole)
 
 
+def refuse_mark(path: Path) -> None:
+    """Raise ConfigError if a file begins as some editors begin it: vLLM and transformers do not read that."""
+    with path.open("rb") as file:
+        if file.read(len(BOM_UTF8)) == BOM_UTF8:
+            raise ConfigError(f"{path} begins with a byte order mark (BOM); save it as UTF-8 without one")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return what a JSON file of a model's folder says; raise ConfigError if it cannot be read."""
+    try:
+        refuse_mark(path)
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; copy it again") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} is no object of keys; copy it again")
+    return found
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """Return what config.json of a model says; raise ConfigError if it cannot be read."""
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model: cannot read {path}: {error}; copy it again") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"model: {path} is no object of keys; copy it again")
-    return config
+    return read_json(folder / "config.json")
 
 
 def _experts(config: dict[str, Any]) -> int:

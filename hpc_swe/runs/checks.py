@@ -7,6 +7,7 @@ person can correct them in one go.
 import inspect
 import ipaddress
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -22,9 +23,9 @@ from hpc_swe.plugins.executors.base import (
     Scheduled,
     own_environment,
 )
-from hpc_swe.plugins.model_shape import ModelShape
+from hpc_swe.plugins.model_shape import ModelShape, refuse_mark
 from hpc_swe.plugins.policies.base import EstimatedPolicy, Policy
-from hpc_swe.plugins.weight_files import read_header, read_index, require_tensors
+from hpc_swe.plugins.weight_files import locate, require_tensors
 from hpc_swe.records import Role
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import create, demonstrations, estimate, existing, submit
@@ -82,10 +83,9 @@ def _model(_: RunDir, config: RunConfig) -> Iterator[str]:
     """Check the model's files; the weights only for roles that load them."""
     model, wanted, engine = Path(config.model), _wanted(config), config.engine
     served = _serves(config) and isinstance(engine, EstimatedEngine) and engine.loads_weights
-    for name in ("config.json", "tokenizer.json"):
-        if not (model / name).is_file():
-            yield f"model = {config.model!r}: {_lacks(name, model)}"
-            return
+    if unreadable := [*_unreadable(model)]:
+        yield from unreadable
+        return
     if served or "learner" in wanted:
         yield from _weights("model", model)
     if _needs_reference(config):
@@ -94,6 +94,16 @@ def _model(_: RunDir, config: RunConfig) -> Iterator[str]:
         yield from _complaints(lambda: token_builder(config))
     elif (config.mode, config.sft.source) == ("sft", "demonstrations"):
         yield from _complaints(lambda: demonstrations.check(config))
+
+
+def _unreadable(model: Path) -> Iterator[str]:
+    """Yield what lets nobody read the model's configuration or tokenizer."""
+    for name in ("config.json", "tokenizer.json"):
+        if not (model / name).is_file():
+            yield f"model = {str(model)!r}: {_lacks(name, model)}"
+            return
+    for path in sorted(model.glob("*.json")):
+        yield from _complaints(partial(refuse_mark, path))
 
 
 def _needs_reference(config: RunConfig) -> bool:
@@ -121,20 +131,7 @@ def _weights(key: str, folder: Path) -> Iterator[str]:
     if not (folder / "config.json").is_file():
         yield f"{key} = '{folder}': {_lacks('config.json', folder)}"
         return
-    files = {path.name: path for path in folder.glob("*.safetensors")}
-    try:
-        needed = set(read_index(folder).values()) or files.keys()
-        missing = sorted(needed - files.keys())
-        for name in sorted(needed) if not missing else ():
-            read_header(files[name])
-    except ConfigError as error:
-        yield str(error)
-        return
-    if missing:
-        yield f"{key} = '{folder}': {len(missing)} weight files are missing, {missing[0]} first; copy them"
-    elif not files:
-        remedy = "copy the whole model; files of another format (*.bin, *.gguf) must be converted"
-        yield f"{key} = '{folder}': no weights (*.safetensors) there; {remedy}"
+    yield from _complaints(lambda: locate(folder))
 
 
 def _policy(_: RunDir, config: RunConfig) -> Iterator[str]:

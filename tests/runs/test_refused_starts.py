@@ -1,5 +1,6 @@
 """What a start refuses before anything is made or submitted, and what it leaves alone."""
 
+import codecs
 import contextlib
 import json
 import os
@@ -510,6 +511,19 @@ def test_each_thing_that_cannot_work_is_a_line_before_there_is_a_folder(
     assert not run.root.exists()
 
 
+def mark(path: Path) -> None:
+    """Save a file as some editors do."""
+    path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
+
+
+def store_twice(model: Path) -> None:
+    """Store a norm in a file of its own, which is a copy of all others, too."""
+    shutil.copy(model / "model.safetensors", model / "model-2.safetensors")
+    where = dict.fromkeys(read_header(model / "model.safetensors"), "model.safetensors")
+    index = {"weight_map": where | {"model.norm.weight": "model-2.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def resize(model: Path, **keys: int) -> None:
     """Give the model other sizes, with weights of these."""
     (model / "config.json").write_text(json.dumps(SHAPE | keys))
@@ -532,6 +546,20 @@ def resize(model: Path, **keys: int) -> None:
         ),
         (lambda model: (model / "model.safetensors.index.json").write_text("{"), "index.json cannot be read"),
         (
+            lambda model: store_twice(model),
+            "model-2.safetensors stores model.embed_tokens.weight, which model.safetensors.index.json gives",
+        ),
+        (lambda model: mark(model / "config.json"), "config.json begins with a byte order mark (BOM)"),
+        (
+            lambda model: mark(model / "generation_config.json"),
+            "generation_config.json begins with a byte",
+        ),
+        (
+            lambda model: mark(model / "tokenizer_config.json"),
+            "tokenizer_config.json begins with a byte",
+        ),
+        (lambda model: mark(model / "tokenizer.json"), "tokenizer.json begins with a byte order mark"),
+        (
             lambda model: os.truncate(model / "model.safetensors", 200_000),
             "model.safetensors has 200,000 of its 2",
         ),
@@ -543,7 +571,10 @@ def resize(model: Path, **keys: int) -> None:
             lambda model: (model / "config.json").write_text(json.dumps(SHAPE | {"intermediate_size": 256})),
             "has model.layers.0.mlp.gate_proj.weight of [128, 64], but config.json of the model says",
         ),
-        (lambda model: (model / "config.json").write_text("{"), "config.json: Expecting property name"),
+        (
+            lambda model: (model / "config.json").write_text("{"),
+            "config.json cannot be read: Expecting property name",
+        ),
         (lambda model: (model / "chat_template.jinja").unlink(), "neither chat_template.jinja nor"),
         (lambda model: (model / "config.json").write_text('{"model_type": "gemma3"}'), "model_type 'gemma3'"),
         (

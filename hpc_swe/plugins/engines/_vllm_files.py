@@ -19,8 +19,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.low_rank import ADAPTER_CONFIG, Factors
 from hpc_swe.plugins.tensor_delta import Changes, Digests, text
+from hpc_swe.plugins.weight_files import HEAD, IGNORED, INDEX, StoredTensor, locate
 
 MODEL_REMEDY = "restore the files of `model` as they were when the run started"
 CODES, OTHERS = ":codes", ":others"
@@ -95,9 +97,9 @@ class Wanted:
 
 def _identities(folder: Path) -> dict[str, list[int]]:
     """Return size, time of change in ns and inode of each file that is loaded."""
-    config = folder / ADAPTER_CONFIG
+    more = [folder / name for name in (ADAPTER_CONFIG, INDEX)]
     found = {}
-    for path in [*shards(folder), *([config] if config.exists() else [])]:
+    for path in [*shards(folder), *(path for path in more if path.exists())]:
         stat = path.stat()
         found[path.name] = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
     return found
@@ -112,10 +114,7 @@ def shards(folder: Path) -> list[Path]:
 
 
 def _entries(files: Iterable[Path], is_tied: bool) -> Iterator[tuple[Path, Any, str]]:
-    """Yield file, open file and name of each tensor that a model takes from a checkpoint.
-
-    vLLM ignores the others: a head tied to the embedding, and angles of older checkpoints.
-    """
+    """Yield file, open file and name of each tensor that a model takes from its files."""
     for file in files:
         with safe_open(file, framework="pt", device="cpu") as shard:
             for name in shard.keys():  # noqa: SIM118 (not a dict)
@@ -124,12 +123,22 @@ def _entries(files: Iterable[Path], is_tied: bool) -> Iterator[tuple[Path, Any, 
 
 
 def _is_taken(name: str, is_tied: bool) -> bool:
-    return not (is_tied and name == "lm_head.weight") and not name.endswith("rotary_emb.inv_freq")
+    """Tell what vLLM does not ignore: a head tied to the embedding, and angles of older checkpoints."""
+    return not (is_tied and name == HEAD) and not name.endswith(IGNORED)
+
+
+def _located(folder: Path, is_tied: bool) -> dict[str, StoredTensor]:
+    """Return what a model takes from a full snapshot; raise ValueError where readers would differ."""
+    try:
+        found = locate(folder)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    return {name: tensor for name, tensor in found.items() if _is_taken(name, is_tied)}
 
 
 def shapes(folder: Path, is_tied: bool) -> dict[str, list[int]]:
-    """Read the shapes of the tensors that a model takes from a checkpoint, by name, from headers only."""
-    return {name: shard.get_slice(name).get_shape() for _, shard, name in _entries(shards(folder), is_tied)}
+    """Read the shapes of the tensors that a model takes from a full snapshot, by name, from headers only."""
+    return {name: list(tensor.shape) for name, tensor in _located(folder, is_tied).items()}
 
 
 def read(folder: Path, wanted: Wanted) -> dict[str, Tensor]:
@@ -138,7 +147,8 @@ def read(folder: Path, wanted: Wanted) -> dict[str, Tensor]:
     Raise ValueError for a wrong tensor, or one that is missing, so that its old value would stay.
     """
     tensors = {}
-    for file, shard, name in _entries(shards(folder), wanted.is_tied):
+    files = dict.fromkeys(tensor.path for tensor in _located(folder, wanted.is_tied).values())
+    for file, shard, name in _entries(files, wanted.is_tied):
         tensors[name] = shard.get_tensor(name)
         wanted.check(file, name, tensors[name])
     if missing := sorted(wanted.shapes.keys() - tensors.keys()):

@@ -20,7 +20,7 @@ from hpc_swe.errors import EngineError, NoAnswer, Overdue
 from hpc_swe.plugins.engines import _answers, _http, _vllm_gate
 from hpc_swe.plugins.engines.base import Weights
 
-LOADED = re.compile(r"[^/]+\.safetensors|adapter_config\.json")
+LOADED = re.compile(r"[^/]+\.safetensors|adapter_config\.json|model\.safetensors\.index\.json")
 """Files of a version that an engine loads; those in a folder `adapter/` are for people."""
 CLEARINGS = 100
 """Attempts to clear the caches after an update."""

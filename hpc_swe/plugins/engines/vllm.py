@@ -108,6 +108,8 @@ class Vllm(Plugin, frozen=True, kw_only=True):
             "max-num-seqs": self.max_num_seqs,
             "tensor-parallel-size": self.tensor_parallel,
             "generation-config": "vllm",
+            "config-format": "hf",  # "auto" prefers the files of Mistral's own library, as no learner does
+            "load-format": "safetensors",
             "scheduling-policy": "priority",
             "worker-extension-cls": "hpc_swe.plugins.engines._vllm_worker.WorkerExtension",
             "weight-transfer-config": f'{{"backend":"{BACKEND}"}}',

@@ -22,8 +22,9 @@ from hpc_swe.plugins.model_shape import ModelShape  # noqa: E402
 from hpc_swe.plugins.policies._megatron import state  # noqa: E402
 from hpc_swe.plugins.policies._megatron.origins import Origin  # noqa: E402
 from hpc_swe.plugins.policies._megatron.packing import trained_positions  # noqa: E402
-from hpc_swe.plugins.policies._megatron.weights import INDEX, Snapshot  # noqa: E402
+from hpc_swe.plugins.policies._megatron.weights import Snapshot  # noqa: E402
 from hpc_swe.plugins.policies.megatron import Megatron  # noqa: E402
+from hpc_swe.plugins.weight_files import INDEX  # noqa: E402
 from hpc_swe.records import MicroBatch, floats, ids  # noqa: E402
 from tests.kit.ranks import gang, tiny  # noqa: E402
 

@@ -14,14 +14,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hpc_swe.plugins.model_shape import ModelShape
+from hpc_swe.plugins.model_shape import ModelShape, read_config
 from hpc_swe.plugins.policies._megatron import pinned
 from hpc_swe.plugins.policies._megatron.model import PolicyModel
 from hpc_swe.plugins.policies._megatron.parallel import TorchRanks
 from hpc_swe.plugins.policies._megatron.tensor_file import TensorFiles
-from hpc_swe.plugins.policies._megatron.weights import INDEX, Layout, gather, layouts
+from hpc_swe.plugins.policies._megatron.weights import Layout, gather, layouts
 from hpc_swe.plugins.policies.base import Carrier
 from hpc_swe.plugins.tensor_delta import Digests, all_finite, encode_all, text
+from hpc_swe.plugins.weight_files import INDEX
 from hpc_swe.records import TensorInfo
 from hpc_swe.store import atomic
 
@@ -231,7 +232,7 @@ class Exporter:
             is_weights = path.name in (INDEX, "MANIFEST.json")
             if path.suffix in (".json", ".jinja", ".txt", ".model") and not is_weights:
                 shutil.copyfile(path, folder / path.name)
-        config = json.loads((self._source / "config.json").read_text())
+        config = read_config(self._source)
         dtype = str(self._model.config.params_dtype).removeprefix("torch.")
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
         if config.get(key) != dtype:

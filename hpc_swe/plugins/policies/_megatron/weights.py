@@ -5,7 +5,6 @@ which is cut into equal parts along one dimension, one part for each tensor-para
 of its own layers and experts only.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies.base import Tensors
+from hpc_swe.plugins.weight_files import locate
 
-INDEX = "model.safetensors.index.json"
 ADAPTERS = "adapters"
 """Part of the names of parameters that belong to `lora`, and not to the model."""
 
@@ -30,10 +29,8 @@ class Snapshot:
     """Read tensors of a Hugging Face folder by name; open a file when its first tensor is read."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder, self._where = folder, locate(folder)
         self._files: dict[Path, Any] = {}
-        index = folder / INDEX
-        self._where: dict[str, str] = json.loads(index.read_text())["weight_map"] if index.exists() else {}
 
     def __getitem__(self, name: str) -> Tensor:
         """Return a tensor on the CPU, with the dtype it is stored in; raise ConfigError if there is none."""
@@ -42,12 +39,14 @@ class Snapshot:
             if file not in self._files:
                 self._files[file] = safe_open(file, "pt")
             return self._files[file].get_tensor(name)
-        except Exception as error:  # noqa: BLE001  safetensors raises its own class for a missing name
-            raise ConfigError(f"model: no tensor {name} in {file}: {error}") from error
+        except SafetensorError as error:
+            raise ConfigError(f"model: cannot read {name} in {file}: {error}; copy it again") from error
 
     def path(self, name: str) -> Path:
-        """Return the file in which a tensor is."""
-        return self._folder / self._where.get(name, "model.safetensors")
+        """Return the file in which a tensor is; raise ConfigError if there is none."""
+        if name not in self._where:
+            raise ConfigError(f"model: no tensor {name} in {self._folder}; copy the model again")
+        return self._where[name].path
 
 
 @dataclass(frozen=True)
