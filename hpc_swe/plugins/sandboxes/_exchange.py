@@ -11,11 +11,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from typing import BinaryIO
 
 from hpc_swe.plugins.sandboxes.base import SessionEnded
 
 MOST_ANSWER_BYTES = 1 << 20
 """An honest answer is much shorter; a longer one ends the session."""
+
+
+def output_file() -> BinaryIO:
+    """Open a file for what a helper prints, in memory: a full TMPDIR must not hide why the helper failed."""
+    return os.fdopen(os.memfd_create("output"), "w+b")
 
 
 def collected(file: int, most: int) -> str:

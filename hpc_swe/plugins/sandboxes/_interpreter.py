@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -22,7 +21,7 @@ from pathlib import Path
 
 from hpc_swe.errors import SandboxError
 from hpc_swe.plugins.sandboxes._descriptors import send_files
-from hpc_swe.plugins.sandboxes._exchange import collected
+from hpc_swe.plugins.sandboxes._exchange import collected, output_file
 from hpc_swe.plugins.sandboxes._program import thread_variables
 from hpc_swe.processes import kill_and_wait
 
@@ -95,7 +94,7 @@ class _Interpreter:
     """Own a warm interpreter, which ends when this end of its socket closes."""
 
     def __init__(self) -> None:
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the interpreter runs)
+        self._errors = output_file()
         self._channel, inner = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for opened in (self._errors, self._channel):
             weakref.finalize(self, opened.close)

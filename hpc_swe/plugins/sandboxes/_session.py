@@ -10,7 +10,6 @@ import select
 import signal
 import socket
 import subprocess
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ from msgspec import Struct
 
 from hpc_swe.errors import SandboxError
 from hpc_swe.plugins.sandboxes._descriptors import send_files
-from hpc_swe.plugins.sandboxes._exchange import PipedProgram, collected, passed_on, pipes
+from hpc_swe.plugins.sandboxes._exchange import PipedProgram, collected, output_file, passed_on, pipes
 from hpc_swe.plugins.sandboxes._tree import Tree
 from hpc_swe.plugins.sandboxes.base import INTERRUPT, Clock, CommandResult, ProgramSession, SessionEnded
 from hpc_swe.processes import descendants, start_time
@@ -97,7 +96,7 @@ class Container:
         self._start_timeout_s = timeout_s
         self._sending = threading.Lock()
         self._outside: dict[int, str | None] = {}
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the container runs)
+        self._errors = output_file()
         self._channel, container_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for opened in (self._errors, self._channel):  # needed after `close` too, by the container's sandboxes
             weakref.finalize(self, opened.close)
