@@ -58,7 +58,8 @@ class _EventFile:
         layout = layout_pb2.Layout()
         for title, charts in LAYOUT.items():
             category = layout.category.add(title=title)
-            for name, tags in charts.items():
+            for name, patterns in charts.items():
+                tags = [f"^{pattern}$" for pattern in patterns]  # TensorBoard searches within names
                 category.chart.add(title=name, multiline=layout_pb2.MultilineChartContent(tag=tags))
         about = custom_scalar.create_summary_metadata()
         self._tensor(custom_scalar.CONFIG_SUMMARY_TAG, layout.SerializeToString(), about)

@@ -102,9 +102,14 @@ def test_the_charts_have_an_order_and_know_only_curves_that_there_are(run):
     ((_, text),) = Board(run).tensors("custom_scalars")["custom_scalars__config__"]
     layout = layout_pb2.Layout.FromString(text.item())
     assert [chart.title for chart in layout.category[0].chart][:2] == ["reward", "solve rate"]
+    (best,) = [chart for chart in layout.category[0].chart if chart.title == "best evaluation"]
+    drawn = [name for name in METRICS if any(re.search(tag, name) for tag in best.multiline.tag)]
+    assert drawn == ["solve/best"], "TensorBoard searches for the pattern anywhere in a name"
     names = [name.replace("*", "x") for name in METRICS]
     tags = [tag for category in layout.category for chart in category.chart for tag in chart.multiline.tag]
-    assert [tag for tag in tags if not meaning(tag) and not any(re.fullmatch(tag, n) for n in names)] == []
+    assert [
+        tag for tag in tags if not meaning(tag[1:-1]) and not any(re.fullmatch(tag, n) for n in names)
+    ] == []
 
 
 def test_the_configuration_and_three_episodes_a_step_can_be_read(run):

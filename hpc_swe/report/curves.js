@@ -55,10 +55,11 @@ function chartOf(chart) {
   const values = chart.curves.flatMap((c) => [
     ...c.points.map(([, value]) => value), ...(c.interval || []).flatMap(([, low, high]) => [low, high])]);
   const x = scale(steps[0], steps[steps.length - 1], LEFT, WIDTH - RIGHT);
-  const y = scale(values.reduce((a, b) => Math.min(a, b)), values.reduce((a, b) => Math.max(a, b)), HEIGHT - BOTTOM, TOP);
+  const ticks = roundTicks(values.reduce((a, b) => Math.min(a, b)), values.reduce((a, b) => Math.max(a, b)));
+  const y = scale(ticks[0], ticks[ticks.length - 1], HEIGHT - BOTTOM, TOP);
   const cursor = svg("line", {class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden"});
   const picture = svg("svg", {viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": chart.title},
-    ...grid(steps, y, x), ...chart.curves.flatMap((curve, n) => drawn(curve, n % 8, x, y)), cursor);
+    ...grid(steps, ticks, y, x), ...chart.curves.flatMap((curve, n) => drawn(curve, n % 8, x, y)), cursor);
   const readout = make("div", {class: "readout"}, "\u00a0");
   const stepAt = (event) => {
     const box = picture.getBoundingClientRect();
@@ -83,18 +84,29 @@ function chartOf(chart) {
 function scale(low, high, from, to) {
   const pad = low === high ? Math.abs(low) / 10 || 0.5 : 0;
   const factor = (to - from) / (high - low + 2 * pad);
-  const map = (value) => from + (value - low + pad) * factor;
-  map.back = (pixel) => low - pad + (pixel - from) / factor;
-  return map;
+  return (value) => from + (value - low + pad) * factor;
 }
 
-function grid(steps, y, x) {
-  const ends = [TOP, (TOP + HEIGHT - BOTTOM) / 2, HEIGHT - BOTTOM];
+// At most five multiples of 1, 2 or 5 times a power of ten that enclose the values.
+function roundTicks(low, high) {
+  const pad = low === high ? Math.abs(low) / 10 || 0.5 : 0;
+  const from = low - pad, to = high + pad, least = (to - from) / 4;
+  const power = 10 ** Math.floor(Math.log10(least));
+  const sizes = [1, 2, 5, 10, 20].map((factor) => factor * power);
+  const below = (size) => Math.floor(from / size + 1e-9);
+  const count = (size) => Math.ceil(to / size - 1e-9) - below(size);
+  const size = sizes.find((each) => each >= least && count(each) <= 4) || sizes[sizes.length - 1];
+  const digits = Math.max(0, -Math.floor(Math.log10(size)));
+  const first = below(size);
+  return Array.from({length: count(size) + 1}, (_, n) => Number(((first + n) * size).toFixed(Math.min(digits, 99))));
+}
+
+function grid(steps, ticks, y, x) {
   const first = steps[0], last = steps[steps.length - 1];
   const marks = [...new Set([first, steps[Math.floor(steps.length / 2)], last])];
   return [
-    ...ends.map((at) => svg("line", {class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: at, y2: at})),
-    ...ends.map((at) => svg("text", {x: LEFT - 4, y: at + 3, "text-anchor": "end"}, number(y.back(at), 3))),
+    ...ticks.map((at) => svg("line", {class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(at), y2: y(at)})),
+    ...ticks.map((at) => svg("text", {x: LEFT - 4, y: y(at) + 3, "text-anchor": "end"}, number(at, 12))),
     ...marks.map((step) => svg("text", {
       x: x(step), y: HEIGHT - 6,
       "text-anchor": step === first && marks.length > 1 ? "start" : step === last ? "end" : "middle",

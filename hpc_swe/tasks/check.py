@@ -115,7 +115,7 @@ class Checker:
         if score.outcome != "resolved":
             return score, None
         bare_s, _ = _run_bare(task, reference, self.sandboxes)
-        return score, Seconds(bare=bare_s, overhead=whole_s - bare_s)
+        return score, Seconds(bare=bare_s, overhead=max(0.0, whole_s - bare_s))
 
     def _changed(self, task: Task, reference: str) -> tuple[list[Version], str]:
         if not isinstance(self.grader, Regrader):

@@ -1,7 +1,7 @@
 """Check rows of SWE-bench and write them to one file: python -m hpc_swe.tasks.prepare SOURCE --out FILE.
 
 A task is made of every row as in a run, so that all faults of a dataset are reported here at once, and not on
-a compute node. The columns are not changed.
+a compute node. The columns are not changed; one that holds an object without any key is left out.
 """
 
 import logging
@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -28,6 +28,9 @@ from hpc_swe.plugins.swebench_rows import (
     test_plan,
 )
 from hpc_swe.tables import console, say
+
+if TYPE_CHECKING:
+    from pyarrow import DataType
 
 WORKDIR, TIMEOUT_S = "/testbed", 900.0
 """Values for the plan of tests that is only made to find faults of a row."""
@@ -147,6 +150,9 @@ def write(rows: list[Prepared], out: Path) -> None:
             made[name] = pa.array([one.columns.get(name) for one in rows])
         except (pa.ArrowException, ValueError, OverflowError) as error:
             raise ConfigError(f"column {name} does not have one type in all rows: {error}") from None
+        if _holds_nothing(made[name].type):  # parquet has no type for it
+            del made[name]
+            say(f"column {name} is left out: it holds an object without any key")
     table = pa.table(made)
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:
@@ -156,6 +162,12 @@ def write(rows: list[Prepared], out: Path) -> None:
             temporary.rename(out)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _holds_nothing(kind: "DataType") -> bool:
+    """Tell whether a type has, at any depth, an object without keys."""
+    fields = [kind.field(index).type for index in range(kind.num_fields)]
+    return (not fields and str(kind) == "struct<>") or any(map(_holds_nothing, fields))
 
 
 def overview(rows: list[Prepared]) -> Table:

@@ -167,6 +167,14 @@ def test_a_column_of_two_types_is_one_error_that_names_it(tmp_path):
     assert (code, told.count("error: column FAIL_TO_PASS does not have one type in all rows")) == (2, 1), told
 
 
+def test_a_column_that_holds_nothing_is_left_out_and_named(tmp_path):
+    one, other = row("unittest", BASE, empty={}, inside=[{"a": {}}]), row("pytest", BASE, empty={})
+    code, told = prepare(write_rows(tmp_path / "rows.jsonl", one, other), tmp_path / "out.parquet")
+    assert code == 0, told
+    assert "column empty is left out" in told
+    assert {"empty", "inside"}.isdisjoint(pq.read_table(tmp_path / "out.parquet").column_names)
+
+
 def test_a_target_of_another_kind_is_refused(tmp_path):
     code, told = prepare(write_rows(tmp_path / "rows.jsonl", *ROWS), tmp_path / "out.jsonl")
     assert (code, "must end in .parquet" in told) == (2, True)
