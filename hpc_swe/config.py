@@ -8,7 +8,7 @@ import copy
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,16 @@ def forbidden_changes(old: RunConfig, new: RunConfig, folder: Path = Path()) -> 
     return [change for key, change in changes(old, new, folder).items() if not may_change(key)]
 
 
+def changed_by_hand(made: Mapping[str, Any], tree: Mapping[str, Any]) -> list[str]:
+    """Return the changes of a run's tree since it was made that no start would have accepted.
+
+    The model may have been moved to another folder.
+    """
+    before, after = dict(_leaves(made)), dict(_leaves(tree))
+    changed = [key for key in sorted(before) if after.get(key) != before[key] and not may_change(key)]
+    return [f"{key}: {before[key]!r} -> {after.get(key)!r}" for key in changed if key != "model"]
+
+
 def may_change(key: str) -> bool:
     """Tell whether a key may change in an existing run."""
     return any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE)
@@ -243,7 +253,7 @@ def _plugin(kind: type, table: Any) -> Any:
     return plugins.load(FAMILIES[kind], table)
 
 
-def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             yield from _leaves(value, f"{prefix}{key}.")

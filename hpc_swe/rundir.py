@@ -30,6 +30,8 @@ class RunDir:
     """Cell: RunManifest, written once."""
     config = _At("run.json")
     """Cell: the merged configuration, written once."""
+    made = _At("made.json")
+    """Cell: `config` as the run was made or upgraded: starts change only some of its keys."""
     tasks = _At("tasks.parquet")
     """Cell: the tasks of the run as parquet, written once."""
     trajectories = _At("trajectories.parquet")

@@ -81,7 +81,7 @@ BUDGETS = {
     "hpc_swe/roles/learner": 1_165,
     "hpc_swe/roles/reward": 360,
     "hpc_swe/roles/rollout": 1_270,
-    "hpc_swe/runs": 2_503,
+    "hpc_swe/runs": 2_528,
     "hpc_swe/store": 2_106,
     "hpc_swe/tasks": 4_605,  # statements with the function at fault, rows by pass rate, the share sealed
     "jobs": 1_158,

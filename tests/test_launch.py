@@ -373,15 +373,14 @@ def test_stop_and_start_at_once_lose_no_role_and_change_settings(tmp_path, read,
         control.stop(run, read(), now=True)
 
 
-def test_a_start_says_which_jobs_do_not_end_and_leaves_the_order(tmp_path, read, monkeypatch):
+def test_a_start_says_which_jobs_do_not_end_and_leaves_the_order(tmp_path, read):
     run, config = RunDir(tmp_path / "run"), read("counts.reward=1", 'executor.setup=["sleep 600"]')
-    monkeypatch.setattr(control, "FINISH_S", 0.5)
     try:
         control.start(run, config)
         [job] = control.alive(run, config)
         command("stop", run.root)
         with pytest.raises(DeadlineError, match=f"1 jobs .* control/DRAIN .*{job}.*nothing was started"):
-            control.start(run, config)
+            control.start(run, config, finish_s=0.5)
         assert atomic.names(run.control) == ["DRAIN"]
         assert control.alive(run, config) == [job]
     finally:

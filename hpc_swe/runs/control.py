@@ -24,12 +24,12 @@ FINISH_S = 3600.0  # the longest wait of a start for jobs that an order has told
 log = logging.getLogger(__name__)
 
 
-def start(run: RunDir, config: RunConfig, *, upgrade: bool = False) -> TickResult:
+def start(run: RunDir, config: RunConfig, *, upgrade: bool = False, finish_s: float = FINISH_S) -> TickResult:
     """Create the run, or continue an existing one, and submit the jobs that are missing.
 
     A run keeps the code that it was created with, unless `upgrade` is set. Raise ConfigError when the run
     exists with another configuration, or a check refuses it. Jobs that an order has told to end are awaited
-    first: they would count as running, and be missing when they have ended.
+    first, for `finish_s`: they would count as running, and be missing when they have ended.
     """
     taken = checks.require(run, config)
     config = trajectories.resolved(run, config, taken.trajectories)
@@ -38,7 +38,7 @@ def start(run: RunDir, config: RunConfig, *, upgrade: bool = False) -> TickResul
         if is_copy(run):
             create.adopt(run)
         create.note_place(run)
-        _await_ordered(run)
+        _await_ordered(run, finish_s)
         if upgrade and (jobs := alive(run, config)):
             raise ConfigError(f"{run.root}: {len(jobs)} jobs still run the old code; `launch stop` it first")
         _update_config(run, config, upgrade=upgrade)
@@ -51,20 +51,20 @@ def start(run: RunDir, config: RunConfig, *, upgrade: bool = False) -> TickResul
     return _submit(run, config)
 
 
-def _await_ordered(run: RunDir) -> None:
+def _await_ordered(run: RunDir, finish_s: float) -> None:
     """Wait, while an order stands, until no job of the run is left; a tick cancels those that only wait.
 
     Their executor is that of the configuration that they were submitted with. Raise DeadlineError if some
-    take longer than `FINISH_S`; then the order still stands, as it does when a person interrupts this.
+    take longer than `finish_s`; then the order still stands, as it does when a person interrupts this.
     """
     config, began, shown = load(run), time.monotonic(), 0
     while orders.active(run) and (plan := submit.tick(run, config)).orders and plan.running:
         count, waited_s = len(plan.running), time.monotonic() - began
         rest = f"`python -m hpc_swe.launch stop {run.root} --now` ends them"
-        if waited_s > FINISH_S:
+        if waited_s > finish_s:
             raise DeadlineError(
                 f"{run.root}: {count} jobs that control/{plan.orders[0]} told to end have not ended in "
-                f"{FINISH_S:g} s ({', '.join(plan.running[:8])}); nothing was started. Start again, or {rest}"
+                f"{finish_s:g} s ({', '.join(plan.running[:8])}); nothing was started. Start again, or {rest}"
             )
         if count != shown:
             log.warning("waiting for %d jobs of %s that finish their work; %s", count, run.root, rest)

@@ -156,6 +156,7 @@ def publish(run: RunDir, place: RunDir, config: RunConfig, taken: Taken, model_s
     if isinstance(config.taskset, Referenced):
         tasks.write_hidden(place.references, config.taskset.references(all_tasks))
     data = encoded(configuration.dump(config))
+    atomic.write(place.made, data)
     atomic.put(
         place.manifest,
         RunManifest(
@@ -202,10 +203,11 @@ def adopt(run: RunDir) -> None:
 
 
 def renew_code(run: RunDir) -> None:
-    """Replace a run's code by that of this checkout."""
+    """Replace a run's code by that of this checkout, whose keys its configuration has from now on."""
     _copy_code(run, run)
     manifest = atomic.get(run.manifest, RunManifest)
     renewed = msgspec.structs.replace(manifest, commit=_commit(), environment=own_environment())
+    atomic.write(run.made, atomic.read(run.config))
     if not manifest.root:  # of a run that an older version has made
         renewed = msgspec.structs.replace(renewed, **_place(run))
     atomic.put(run.manifest, renewed)
@@ -266,6 +268,22 @@ def take(config: RunConfig) -> Taken:
     return Taken(_take_tasks(config))
 
 
+def _require_images(config: RunConfig, tasks: Sequence[Task]) -> None:
+    """Raise ConfigError if some tasks have no image; jobs on other nodes would find out one by one."""
+    workers = [config.counts.get(role, 1) for role in ("rollout", "reward")]
+    if config.mode == "sft" or not any(workers) or not isinstance(config.sandbox, ImageSandboxes):
+        return
+    folder = Path(config.sandbox.images)
+    names = sorted({task.image for task in tasks})
+    missing = [name for name in names if not any(map(Path.exists, (folder / name, folder / f"{name}.sif")))]
+    if missing:
+        raise ConfigError(
+            f"[sandbox] images = '{folder}': {len(missing)} of the tasks' {len(names)} images are not there, "
+            f"{missing[0]}.sif first; run containers/build_image.sh, or python -m hpc_swe.tasks.build_images "
+            "for tasks of SWE-bench"
+        )
+
+
 def _require_checked(config: RunConfig, tasks: Sequence[Task]) -> None:
     """Log if nobody has checked the tasks; raise ConfigError if their images are not the checked ones."""
     taskset = config.taskset
@@ -289,6 +307,7 @@ def _take_tasks(config: RunConfig) -> Mapping[Split, Sequence[Task]]:
     """
     wanted = config.tasks
     taken = wanted.take(config.taskset)
+    _require_images(config, [*taken["train"], *taken["eval"]])
     _require_checked(config, [*taken["train"], *taken["eval"]])
     if config.mode != "sft" and isinstance(config.agent, ChecksTasks):
         config.agent.check_tasks([*taken["train"], *taken["eval"]])

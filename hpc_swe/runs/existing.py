@@ -39,6 +39,12 @@ def load(run: RunDir) -> RunConfig:
             f"{run.root}: protocol {manifest.protocol}, this code reads {PROTOCOL}; call the command in "
             f"{run.code}, which holds the run's own code (commit {manifest.commit})"
         )
+    made = _read(run.made, dict[str, Any]) if run.made.exists() else {}  # older versions wrote none
+    if changed := configuration.changed_by_hand(made, tree):
+        raise ConfigError(
+            f"{run.config}: {'; '.join(changed)}: changed by hand, and this decides what the run trains; put "
+            "the old value back, or start another run with the new one"
+        )
     is_archive = not os.access(run.root, os.W_OK)  # read-only, by its mode or its file system
     if not is_archive and not all(folder.is_dir() for folder in run.folders()):
         with suppress(PermissionError):  # copied or cleaned without its empty folders

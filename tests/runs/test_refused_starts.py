@@ -52,9 +52,10 @@ SHAPE = {
     "rope_theta": 1e4,
     "max_position_embeddings": 1024,
 }
-SLURM = (
-    'executor={type="slurm", roles={learner={nodes=2, gpus_per_node=1}, inference={options={gres="gpu:2"}}}}'
-)
+SLURM = 'executor={type="slurm", roles={learner={nodes=2}}}'
+GRES = 'executor.roles.inference.options={gres="gpu:2"}'
+TORCH = "policy.device = 'gpu', but torch .* is a build for CPUs"
+VLLM = "engine.device = 'gpu', but vLLM .* is a build for CPUs"
 SFT = ['mode="sft"', 'learner.loss={objective="sft"}']
 
 
@@ -252,6 +253,33 @@ def test_a_damaged_file_of_a_run_is_one_error_that_names_it(tmp_path, read, name
     expected = rf"run/{name}: not (what `launch start` wrote: .*restore|a regular file)"
     with pytest.raises(CorruptRecord, match=expected):
         existing.load(run)
+
+
+@pytest.mark.parametrize("act", ["start", "tick"])
+def test_a_key_that_decides_the_training_is_not_changed_by_hand(tmp_path, read, act):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read(*nobody(), "tasks.train=3"))
+    tree = json.loads(run.config.read_text())
+    tree["lease"]["beat_s"] += 1
+    run.config.write_text(json.dumps(tree))
+    existing.load(run)  # another form, and a key that may change
+    size = tree["groups"]["group_size"]
+    tree["groups"]["group_size"] += 2
+    run.config.write_text(json.dumps(tree))
+    done = command("hpc_swe.launch", *(["start", "--run"] if act == "start" else ["tick"]), run.root)
+    assert done.returncode == 2
+    assert f"run/run.json: groups.group_size: {size} -> {size + 2}: changed by hand" in done.stderr
+    assert "put the old value back" in done.stderr
+
+
+def test_tasks_without_an_image_are_named_before_any_job_finds_out(tmp_path, read):
+    images = tmp_path / "images"
+    images.mkdir()
+    words = ['executor={type="slurm"}', f'sandbox={{type="apptainer", images="{images}"}}']
+    (found,) = complaints(RunDir(tmp_path / "run"), read(*words))
+    assert found.startswith(f"[sandbox] images = '{images}': 1 of the tasks' 1 images are not there, pyt")
+    (images / "python-pytest.sif").touch()
+    assert complaints(RunDir(tmp_path / "run"), read(*words)) == []
 
 
 def nobody():
@@ -459,20 +487,52 @@ def test_a_path_below_a_file_is_an_error_without_a_traceback(tmp_path):
         ([], []),
         (["counts.reward=0", "steps=0"], ["counts.reward = 0: a run of mode grpo", "steps = 0"]),
         (["counts.reward=0", 'by_hand=["reward"]'], []),
-        (["policy.device='gpu'"], [r"\[executor\] gpus.learner = 0 gives .* 0 GPUs, but it needs 2"]),
+        (
+            ["policy.device='gpu'"],
+            [r"\[executor\] gpus.learner = 0 gives .* 0 GPUs, but it needs 2", TORCH],
+        ),
         (
             ["engine.device='gpu'", "executor.gpus={inference=1}"],
-            [r"\[executor\] gpus.inference = 1 for 1 jobs, but this machine has 0", "gpus asks for 1 GPUs"],
+            ["gpus.inference = 1 for 1 jobs, but this machine has 0", VLLM, "gpus asks for 1 GPUs"],
         ),
         (
-            [SLURM, "policy.device='gpu'", "policy.tensor_parallel=2", "learner.data_parallel=2"],
-            [r"roles.learner.gpus_per_node = 1, on 2 nodes, gives a job of learner 2 GPUs, but it needs 4"],
+            [
+                *(SLURM, "executor.roles.learner.gpus_per_node=1", "policy.device='gpu'"),
+                *("policy.tensor_parallel=2", "learner.data_parallel=2"),
+            ],
+            [
+                r"roles.learner.gpus_per_node = 1, on 2 nodes, gives a job of learner 2 GPUs, but it needs 4",
+                TORCH,
+            ],
         ),
-        ([SLURM, "engine.device='gpu'", "engine.tensor_parallel=2"], []),
+        ([SLURM, GRES, "engine.device='gpu'", "engine.tensor_parallel=2"], [VLLM]),
+        (
+            [SLURM, GRES, "engine.device='gpu'"],
+            ["gives a job of inference 2 GPUs, but it computes on 1; ask for 1, or raise engine.tens", VLLM],
+        ),
+        (
+            [SLURM, GRES, "executor.roles.learner.gpus_per_node=2"],
+            [
+                "learner 4 GPUs, but it computes on 0; ask for 0 on each node, or set policy.device = 'gpu'",
+                "inference 2 GPUs, but it computes on 0; ask for 0, or set engine.device = 'gpu'",
+            ],
+        ),
+        (
+            [
+                *(SLURM, "policy.device='gpu'", "learner.data_parallel=2"),
+                "executor.roles.learner={gpus_per_node=2, gpu_gib=0.001}",
+            ],
+            [r"learner does not fit: it needs at least 0.\d GiB of a GPU that has 0.0 GiB; divide it", TORCH],
+        ),
         ([SLURM, "hybrid=true"], [r"hybrid = true needs one node, but \[executor\] roles.learner.nodes = 2"]),
         (
             ["hybrid=true", "counts.inference=3", "engine.device='gpu'", "executor.gpus={learner=2}"],
-            ["machine has 0", r"needs 3 \(hybrid: counts.inference \* engine.tensor", "gpus asks for 2 GPUs"],
+            [
+                "machine has 0",
+                r"needs 3 \(hybrid: counts.inference \* engine.tensor",
+                VLLM,
+                "asks for 2 GPUs",
+            ],
         ),
         (["hybrid=true", "counts.inference=0"], ["counts.inference = 0: hybrid = true needs an engine"]),
         (["counts.learner=2"], ["counts.learner = 2: a run has one; learner.data_parallel = 2 makes two"]),
