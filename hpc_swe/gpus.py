@@ -33,6 +33,16 @@ def usable(environment: Mapping[str, str]) -> list[str]:
     return found
 
 
+def memory_gib() -> float:
+    """Return the memory of this machine's smallest GPU in GiB; 0 where that is unknown."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = completed(Popen(command, text=True, stdout=PIPE, stderr=PIPE), LIST_TIMEOUT_S)
+    except (OSError, TimeoutExpired):
+        return 0.0
+    return min((int(word) for word in done.stdout.split() if word.isdecimal()), default=0) / 1024
+
+
 def choose(available: Sequence[str], taken: Sequence[str], count: int, *, share: bool) -> list[str] | None:
     """Choose the `count` available GPUs that the fewest jobs have; return None where there are too few.
 

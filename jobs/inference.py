@@ -5,6 +5,7 @@ from pathlib import Path
 
 from hpc_swe import gpu_turns, job_counts
 from hpc_swe.gpu_turns import EngineTurn
+from hpc_swe.plugins import builds
 from hpc_swe.plugins.executors.base import own_address
 from hpc_swe.roles.inference.supervisor import Supervisor
 from hpc_swe.rundir import RunDir
@@ -14,6 +15,7 @@ from jobs import entry
 
 def work(run: RunDir, config: RunConfig) -> None:
     """Serve until the run has finished or is ordered to end."""
+    builds.require(config.engine)
     with entry.lease(run, config, "inference") as lease:
         Supervisor(
             run=run,

@@ -17,10 +17,10 @@ import msgspec
 from hpc_swe import cli, tables
 from hpc_swe import config as configuration
 from hpc_swe.doctor import examine, srun
-from hpc_swe.doctor.examine import ask_slurm, largest_array, resolve, table, wanted
+from hpc_swe.doctor.examine import ask_slurm, computing, largest_array, resolve, table, wanted
 from hpc_swe.doctor.findings import Finding, PartitionNeeds
 from hpc_swe.doctor.srun import ProbeSetup
-from hpc_swe.errors import HpcSweError
+from hpc_swe.errors import ConfigError, HpcSweError
 from hpc_swe.plugins.sandboxes.base import ImageSandboxes
 
 
@@ -34,10 +34,11 @@ def diagnose(arguments: argparse.Namespace) -> list[Finding]:
         trial = config.sandbox.for_trial(Path(config.sandbox.images).absolute())
         tree = configuration.dump(msgspec.structs.replace(config, sandbox=trial))
         sandbox = msgspec.json.encode(tree["sandbox"]).decode()
-    needs = [PartitionNeeds(name, gpus=arguments.gpus) for name in arguments.partition] or wanted(executor)
+    work = computing(config) if config else {}
+    needs = [PartitionNeeds(name, gpus=arguments.gpus) for name in arguments.partition]
+    needs = needs or wanted(executor, work)
     token = secrets.token_hex(4)
-    shared = arguments.shared or Path(os.environ.get("HPC_SWE_RUNS", "runs"))
-    folder = shared.absolute() / f".doctor-{token}"
+    folder = _shared(arguments.shared) / f".doctor-{token}"
     os.environ.pop("SLURM_CLUSTERS", None)
     if named := executor.get("cluster", ""):
         os.environ["SLURM_CLUSTERS"] = named  # for scontrol and srun
@@ -48,13 +49,27 @@ def diagnose(arguments: argparse.Namespace) -> list[Finding]:
     except HpcSweError as error:
         remedy = "run this where sbatch works; all other findings are about this machine only"
         finding = Finding("Slurm", "warning", str(error), remedy, "this machine")
-        return [finding, *found, *srun.probe_this_machine(setup)]
+        return [finding, *found, *srun.probe_this_machine(setup, sum(work.values(), ()))]
     else:
         jobs = largest_array(config, executor) if config else 0
         probed = resolve(cluster, needs, arguments.nodes)
         return [*found, *examine.examine(cluster, probed, jobs, setup)]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _shared(given: Path | None) -> Path:
+    """Return the folder in which nodes meet; raise ConfigError if a named one does not exist.
+
+    The default, runs/, is made by the first start, so until then its place is examined.
+    """
+    named = given or Path(os.environ.get("HPC_SWE_RUNS") or "")
+    if named != Path() and not named.is_dir():
+        option = "--shared" if given else "$HPC_SWE_RUNS"
+        raise ConfigError(f"{option} = {named}: no such folder, and the doctor makes none; correct it")
+    if named == Path():
+        named = Path("runs") if Path("runs").is_dir() else Path()
+    return named.absolute()
 
 
 EXAMPLES = ("--shared /shared/me", "configs/demo.toml configs/slurm.toml --shared /shared/me")

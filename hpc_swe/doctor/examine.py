@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any, get_args
@@ -11,34 +11,55 @@ from typing import Any, get_args
 from rich.markup import escape
 from rich.table import Table
 
+from hpc_swe import job_counts
 from hpc_swe.doctor import scheduler, srun
-from hpc_swe.doctor.findings import Finding, PartitionNeeds
+from hpc_swe.doctor.findings import ComputingNeeds, Finding, PartitionNeeds
 from hpc_swe.doctor.scheduler import Cluster
 from hpc_swe.doctor.srun import ANSWER_S, ProbeSetup
 from hpc_swe.errors import HpcSweError
 from hpc_swe.gpus import in_options
+from hpc_swe.plugins.builds import NeedsBuild
 from hpc_swe.processes import completed
 from hpc_swe.records import Role
 from hpc_swe.runs import estimate
 from hpc_swe.settings import RunConfig
 
 COLOURS = {"ok": "green", "warning": "yellow", "fault": "red"}
+NOTHING: Mapping[Role, tuple[ComputingNeeds, ...]] = {}
 OPTIONS = ("account", "qos", "reservation", "constraint")  # of sbatch, that srun needs too
 
 
-def wanted(executor: dict[str, Any]) -> list[PartitionNeeds]:
+def wanted(
+    executor: dict[str, Any], computing: Mapping[Role, tuple[ComputingNeeds, ...]] = NOTHING
+) -> list[PartitionNeeds]:
     """Return what the table [executor] needs of each partition; an empty name is the cluster's default."""
     needs: dict[str, PartitionNeeds] = {}
-    roles = executor.get("roles", {})
-    for role in (roles.get(name, {}) for name in get_args(Role)):
+    for owner in get_args(Role):
+        role = executor.get("roles", {}).get(owner, {})
         name = role.get("partition") or executor.get("partition", "")
         options = {**executor, **executor.get("options", {}), **role.get("options", {})}
         gpus = in_options(options) or role.get("gpus_per_node", 0)
         given = tuple(f"--{option}={options[option]}" for option in OPTIONS if options.get(option))
         other = needs.get(name, PartitionNeeds())
         nodes = max(role.get("nodes", 1), other.job_nodes)
-        needs[name] = PartitionNeeds(name, given, max(gpus, other.gpus), nodes)
+        work = other.computing + computing.get(owner, ())
+        needs[name] = PartitionNeeds(name, given, max(gpus, other.gpus), nodes, computing=work)
     return list(needs.values())
+
+
+def computing(config: RunConfig) -> dict[Role, tuple[ComputingNeeds, ...]]:
+    """Return by role what the learner and the engines of a run need of the nodes that they compute on."""
+    least = {need.what: need.least_gib for need in estimate.gpu_needs(config)}
+    policy, server = (
+        plugin if isinstance(plugin, NeedsBuild) else None for plugin in (config.policy, config.engine)
+    )
+    learner = ComputingNeeds("learner", policy, least.get("learner", 0.0))
+    engine = ComputingNeeds("engine", server, least.get("engine", 0.0))
+    wanted = job_counts.desired(config)
+    if job_counts.is_hybrid(config):
+        return {"learner": (learner, engine)}
+    rows: list[tuple[Role, ComputingNeeds]] = [("learner", learner), ("inference", engine)]
+    return {role: (needs,) for role, needs in rows if wanted.get(role)}
 
 
 def largest_array(config: RunConfig, executor: dict[str, Any]) -> int:

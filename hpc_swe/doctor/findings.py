@@ -7,6 +7,8 @@ two nodes see of each other, and `nodes` checks what the probes measured.
 from dataclasses import dataclass
 from typing import Literal
 
+from hpc_swe.plugins.builds import NeedsBuild
+
 Severity = Literal["ok", "warning", "fault"]
 
 
@@ -26,6 +28,17 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class ComputingNeeds:
+    """Describe what the learner or an engine needs of a node that it computes on."""
+
+    what: str
+    plugin: NeedsBuild | None
+    """The table [policy] or [engine]; None if it computes with neither torch nor vLLM."""
+    least_gib: float = 0.0
+    """Memory of each GPU; 0 is unknown, or none is needed."""
+
+
+@dataclass(frozen=True)
 class PartitionNeeds:
     """Describe what a run needs of one partition; without a name it is this machine, outside any job."""
 
@@ -40,3 +53,5 @@ class PartitionNeeds:
     """Nodes to probe."""
     memory_mb: int = 1024
     """Memory that the probe requests."""
+    computing: tuple[ComputingNeeds, ...] = ()
+    """Of learner and engines, if their jobs run there."""

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hpc_swe.doctor.findings import Finding, PartitionNeeds, Severity
+from hpc_swe.doctor.findings import ComputingNeeds, Finding, PartitionNeeds, Severity
 from hpc_swe.doctor.probe import Probe
 
 TMP_FAULT_GB, TMP_WARNING_GB = 1.0, 10.0
@@ -139,6 +139,9 @@ def _all(need: PartitionNeeds, probes: Sequence[Probe], images: str) -> Iterator
         yield gpus(probes, need.gpus)
         if helped := [probe for probe in probes if NEWEST.search(probe.gpu_model)]:
             yield ATTENTION.judge(helped)
+    if any(probe.gpu_gib for probe in probes):
+        yield gpu_memory(need, probes)
+    yield from (builds(each, probes) for each in need.computing if each.plugin)
     yield TENSORBOARD.judge(probes)
     yield SHARED.judge(probes)
     reached = [probe for probe in probes if not probe.shared.error]
@@ -216,6 +219,29 @@ def gpus(probes: Sequence[Probe], requested: int) -> Finding:
     )
     verdicts = [rule.judge(probes) for rule in rules]
     return next((finding for finding in verdicts if finding.verdict != "ok"), verdicts[0])
+
+
+def gpu_memory(need: PartitionNeeds, probes: Sequence[Probe]) -> Finding:
+    """Compare the memory of the smallest GPU with what learner and engines need at least."""
+    least = min(probe.gpu_gib for probe in probes if probe.gpu_gib)
+    large = [each for each in need.computing if each.least_gib > least]
+    if not large:
+        says = f"{least:.1f} GiB each; a start compares gpu_gib of a role in [executor] with its estimate"
+        return Finding("GPU memory", "ok", says)
+    says = ", ".join(f"the {each.what} needs {each.least_gib:.1f} GiB" for each in large)
+    remedy = "divide it among more GPUs; `launch start --dry-run` shows what takes the memory"
+    return Finding("GPU memory", "fault", f"{says} of each GPU, which has {least:.1f} GiB", remedy)
+
+
+def builds(needs: ComputingNeeds, probes: Sequence[Probe]) -> Finding:
+    """Check that torch, vLLM and the driver can compute on the configured device."""
+    check = f"build of the {needs.what}"
+    for probe in probes:
+        if problem := needs.plugin.build_problem(probe.builds) if needs.plugin else "":
+            says, _, remedy = problem.partition("; ")
+            return Finding(check, "fault", f"{probe.host}: {says}", remedy)
+    found = sorted({f"torch {each.builds.torch}, vLLM {each.builds.vllm}" for each in probes})
+    return Finding(check, "ok", "; ".join(found))
 
 
 def visibility(probes: Sequence[Probe]) -> Finding:

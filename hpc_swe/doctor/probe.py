@@ -26,10 +26,12 @@ from subprocess import PIPE, Popen, TimeoutExpired
 
 import msgspec
 
-from hpc_swe import cgroups
+from hpc_swe import cgroups, gpus
 from hpc_swe.doctor import meeting
 from hpc_swe.doctor.meeting import Peer, reason
 from hpc_swe.errors import ConfigError
+from hpc_swe.plugins import builds
+from hpc_swe.plugins.builds import Builds
 from hpc_swe.processes import completed
 from hpc_swe.records import Record
 
@@ -82,6 +84,10 @@ class Probe(Record, frozen=True, kw_only=True):
     tensorboard: bool
     flash_attention: bool
     """Whether the package flash-attn-4 is installed."""
+    gpu_gib: float = 0.0
+    """Memory of the smallest GPU; 0 without one."""
+    builds: Builds = Builds()
+    """Versions of torch, vLLM and the driver."""
     shared: Shared
     peers: list[Peer]
 
@@ -106,6 +112,8 @@ def measure(folder: Path, token: str, wait_s: float, sandbox: str) -> Probe:
         gpus=len([name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]),
         gpu_files=sum(_opens(path) for path in Path("/dev").glob("nvidia[0-9]*")),
         gpu_model=gpu_model(),
+        gpu_gib=gpus.memory_gib(),
+        builds=msgspec.structs.replace(builds.installed(), driver_cuda=builds.driver()),
         flash_attention=any(importlib.metadata.distributions(name="flash-attn-4")),
         tensorboard=importlib.util.find_spec("tensorboard") is not None,
         shared=shared,

@@ -11,7 +11,7 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE
 
 from hpc_swe.doctor import nodes, probe
-from hpc_swe.doctor.findings import Finding, PartitionNeeds
+from hpc_swe.doctor.findings import ComputingNeeds, Finding, PartitionNeeds
 from hpc_swe.processes import completed
 
 ANSWER_S = 30.0
@@ -71,11 +71,11 @@ def probe_partition(need: PartitionNeeds, setup: ProbeSetup) -> Iterator[Finding
         yield from nodes.findings(need, probes, setup.sandbox)
 
 
-def probe_this_machine(setup: ProbeSetup) -> Iterator[Finding]:
-    """Probe this machine, outside any job."""
+def probe_this_machine(setup: ProbeSetup, computing: tuple[ComputingNeeds, ...] = ()) -> Iterator[Finding]:
+    """Probe this machine, outside any job, on which learner and engines are to compute."""
     yield from make_folder(setup)
     probes = [probe.measure(setup.folder, setup.token, ANSWER_S, setup.sandbox)]
-    yield from nodes.findings(PartitionNeeds(), probes, setup.sandbox)
+    yield from nodes.findings(PartitionNeeds(computing=computing), probes, setup.sandbox)
 
 
 def make_folder(setup: ProbeSetup) -> list[Finding]:

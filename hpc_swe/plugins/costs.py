@@ -27,3 +27,5 @@ class MemoryEstimate:
     """Further lines for people."""
     host: list[Part] = field(default_factory=list)
     """What a rank has in host memory as long as it runs, or while it writes a checkpoint."""
+    least: float = 0.0
+    """Bytes that the GPU must have at least; 0 is unknown."""

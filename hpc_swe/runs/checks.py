@@ -11,12 +11,16 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from msgspec.structs import replace
+
 from hpc_swe import conflicts, job_counts
 from hpc_swe.errors import ConfigError, EngineError
+from hpc_swe.plugins import builds
 from hpc_swe.plugins.costs import GIB
 from hpc_swe.plugins.engines.base import EngineInfo, EstimatedEngine
 from hpc_swe.plugins.executors.base import (
     LEARNER_PROCESSES,
+    GpuGrant,
     GrantsGpus,
     GrantsMemory,
     RunsHere,
@@ -170,14 +174,18 @@ def _jobs(run: RunDir, config: RunConfig) -> Iterator[str]:
 
 
 def _gpus(_: RunDir, config: RunConfig) -> Iterator[str]:
-    """Check that each job gets as many GPUs as its processes compute on."""
+    """Check that each job gets as many GPUs as its processes compute on, and no more, which others need."""
     if not isinstance(config.executor, GrantsGpus):
         return
     for role in _wanted(config):
         needed, grant = job_counts.gpus(role, config), config.executor.gpu_grant(role)
-        if not needed or grant is None or grant.count >= needed:
+        if needed is None or grant is None or grant.count == needed:
             continue
         own = job_counts.processes(role, config)
+        if grant.count > needed:
+            if role == "inference" or _knows_engines(config):
+                yield _surplus(role, needed, grant, config)
+            continue
         why, device = ("engine.tensor_parallel", "engine")
         if role == "learner" and needed > own:
             why = "hybrid: counts.inference * engine.tensor_parallel"
@@ -206,6 +214,43 @@ def _host_memory(_: RunDir, config: RunConfig) -> Iterator[str]:
             f"[executor] {grant.key} is less than the {needed:.1f} GiB of host memory that the learner's job "
             f"takes on each node ({listed}); ask for more, or keep less there"
         )
+
+
+def _surplus(role: Role, needed: int, grant: GpuGrant, config: RunConfig) -> str:
+    size, device = "engine.tensor_parallel", "engine"
+    if role == "learner":
+        size, device = "learner.data_parallel", "policy"
+    more = f"raise {size} to use them" if needed else f"set {device}.device = 'gpu'"
+    nodes = config.executor.request(role, 1, 1).nodes if isinstance(config.executor, Scheduled) else 1
+    each = f"{needed // nodes} on each node" if nodes > 1 else f"{needed}"
+    return (
+        f"[executor] {grant.key} gives a job of {role} {grant.count} GPUs, but it computes on {needed}; ask "
+        f"for {each}, or {more}"
+    )
+
+
+def _knows_engines(config: RunConfig) -> bool:
+    """Tell whether the GPUs of engines in the learner's job, if there are any, are counted."""
+    return not job_counts.is_hybrid(config) or isinstance(config.engine, EstimatedEngine)
+
+
+def _gpu_memory(_: RunDir, config: RunConfig) -> Iterator[str]:
+    """Check that the GPUs of learner and engines have what these need at least, where it is known."""
+    for need in estimate.gpu_needs(config):
+        if need.known_gib and need.least_gib > need.known_gib:
+            yield f"{need.what} does not fit: {need.verdict}; {need.remedy}"
+
+
+def _builds(_: RunDir, config: RunConfig) -> Iterator[str]:
+    """Check that torch, vLLM and, where jobs run here, the driver can compute on the configured devices."""
+    found = builds.installed()
+    if config.executor.is_here:
+        found = replace(found, driver_cuda=builds.driver())
+    plugins: list[object] = [config.policy] if "learner" in _wanted(config) else []
+    plugins += [config.engine] if _serves(config) else []
+    for each in plugins:
+        if isinstance(each, builds.NeedsBuild) and (problem := each.build_problem(found)):
+            yield problem
 
 
 def _nodes(_: RunDir, config: RunConfig) -> Iterator[str]:
@@ -301,5 +346,5 @@ def _complaints(check: Callable[[], object]) -> Iterator[str]:
 
 CHECKS = (
     *(_folder, _counts, _rules, _model, _policy, _parallel),
-    *(_jobs, _gpus, _host_memory, _nodes, _machine, _engine),
+    *(_jobs, _gpus, _gpu_memory, _builds, _host_memory, _nodes, _machine, _engine),
 )

@@ -7,12 +7,14 @@ if every episode filled its context.
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_swe.job_counts import desired, engines_beside, is_hybrid, processes
+from hpc_swe.errors import ConfigError
+from hpc_swe.job_counts import desired, engines_beside, gpus, is_hybrid, processes
 from hpc_swe.plugins.costs import GIB, MemoryEstimate, Part
 from hpc_swe.plugins.engines.base import EstimatedEngine, RoutingEngine
-from hpc_swe.plugins.executors.base import GrantsMemory, ResourceRequest, Scheduled
+from hpc_swe.plugins.executors.base import GrantsGpus, GrantsMemory, ResourceRequest, Scheduled
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies.base import WRITERS, EstimatedPolicy
 from hpc_swe.records import Role
@@ -26,6 +28,11 @@ CODE, CODE_FILES = 1.5e6, 240  # bytes and files of the packages that a run copi
 CURVES = 12e3  # bytes of metrics a step, of coordinator and learner, with drawn curves
 LOG_LINE = 150  # bytes that an episode leaves in logs
 MOVED = ("weights", "optimizer", "last version, for deltas")  # parts of a GPU that outlast a step
+SPARE = 1.15  # what a learner's allocator may reserve for each byte in use
+SMALLER = (
+    "divide it among more GPUs (policy.tensor_parallel, learner.data_parallel), or let it need less "
+    "(policy.recompute, policy.offload_optimizer, batches.microbatch_tokens)"
+)
 MOST_PER_CORE: dict[Role, int] = {"rollout": 16, "reward": 2}
 """Slots that one core serves: episodes mostly wait for their engine, and gradings compute."""
 AHEAD = {"grpo": training.AHEAD, "sft": sft.AHEAD}
@@ -68,6 +75,48 @@ def engine(config: RunConfig) -> MemoryEstimate | None:
     if not starts or not isinstance(config.engine, EstimatedEngine):
         return None
     return config.engine.memory(Path(config.model), config.rollout.context)
+
+
+@dataclass(frozen=True)
+class GpuNeed:
+    """Compare what the learner or an engine needs of a GPU with what the GPU has."""
+
+    what: str
+    role: Role
+    """Whose job has the GPU."""
+    least_gib: float
+    known_gib: float
+    """Memory of the GPU; 0 is unknown."""
+    remedy: str
+
+    @property
+    def verdict(self) -> str:
+        return f"it needs at least {self.least_gib:.1f} GiB of a GPU that has {self.known_gib:.1f} GiB"
+
+    @property
+    def is_tight(self) -> bool:
+        """Tell whether the learner's allocator may run out, which may reserve 15 % more, and CUDA 1 GiB."""
+        return self.what == "learner" and self.least_gib * SPARE + 1 > self.known_gib
+
+
+def gpu_needs(config: RunConfig) -> list[GpuNeed]:
+    """Return what learner and engines need of each GPU, as far as policy and engine know it."""
+    beside: Role = "learner" if is_hybrid(config) else "inference"
+    rows: list[tuple[str, Role, str]] = [
+        ("learner", "learner", SMALLER),
+        ("engine", beside, "divide it among more GPUs (engine.tensor_parallel)"),
+    ]
+    found = []
+    for what, role, remedy in rows:
+        try:
+            needs = learner(config) if what == "learner" else engine(config)
+        except ConfigError:  # of the model's folder, which other checks name
+            continue
+        if needs is None or not needs.least or not gpus(what.replace("engine", "inference"), config):
+            continue
+        grant = config.executor.gpu_grant(role) if isinstance(config.executor, GrantsGpus) else None
+        found.append(GpuNeed(what, role, needs.least / GIB, grant.gib if grant else 0.0, remedy))
+    return found
 
 
 def host(config: RunConfig) -> list[Part]:

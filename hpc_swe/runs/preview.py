@@ -14,6 +14,7 @@ from hpc_swe.plugins.executors.base import ResourceRequest, Scheduled
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import checks, estimate, submit, trajectories
 from hpc_swe.runs.control import require_alike
+from hpc_swe.runs.estimate import GpuNeed
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import submissions
 
@@ -71,10 +72,23 @@ def cost_tables(config: RunConfig) -> list[RenderableType]:
         found += _memory(served)
     elif wanted.get("inference"):
         found.append(f"inference: {type(engine).__name__} is no engine whose memory is known here")
+    found += [_verdict(need) for need in estimate.gpu_needs(config)]
     if kept := estimate.host(config):
         least = Part("at least", "", sum(part.bytes for part in kept))
         found += _memory(MemoryEstimate(HOST, kept, least, []), BESIDE)
     return [*found, _disk(estimate.disk(config))]
+
+
+def _verdict(need: GpuNeed) -> str:
+    """Say whether the learner or an engine fits on its GPU."""
+    if not need.known_gib:
+        where = f"executor.roles.{need.role}.gpu_gib"
+        return f"{need.what}: no verdict, since the memory of its GPU is unknown: set {where}"
+    if need.least_gib > need.known_gib:
+        return f"{need.what}: does not fit: {need.verdict}"
+    if need.is_tight:
+        return f"{need.what}: may run out of memory: {need.verdict}, and its allocator up to 15 % more"
+    return f"{need.what}: fits: {need.verdict}"
 
 
 def _jobs(config: RunConfig) -> RenderableType:

@@ -48,7 +48,7 @@ class Report:
 
 
 def doctor(cluster, *words, **options):
-    place = [] if "--shared" in words else ["--shared", cluster.shared / "runs"]
+    place = [] if "--shared" in words else ["--shared", cluster.shared]
     command = [sys.executable, "-m", "hpc_swe.doctor", "--json", "--timeout", "300", *place, *words]
     done = cluster.run(*command, cwd=ROOT, check=False, **options)
     assert done.returncode in (0, 1), done.stderr
@@ -70,7 +70,7 @@ def test_on_a_good_cluster_nothing_but_the_small_tmp_is_found(healthy_cluster):
     assert report.code == 0
     assert report.says("shared folder", CPU) == "can be read and written by all nodes"
     assert "c2 differs by" in report.says("clock skew", CPU)
-    assert list((healthy_cluster.shared / "runs").iterdir()) == [], "the folder of the meeting was left"
+    assert not list(healthy_cluster.shared.glob(".doctor-*")), "the folder of the meeting was left"
     healthy_cluster.wait_for("its job to be gone", lambda: not healthy_cluster.jobs())
 
 
@@ -137,15 +137,15 @@ def test_an_image_that_cannot_be_run(cluster):
 
 
 def test_a_folder_that_each_node_has_for_itself_is_not_shared(cluster):
-    report = doctor(cluster, "--partition", "cpu", "--shared", "/tmp/runs")
-    assert report.says("shared folder", CPU).startswith("c1: No such file or directory: /tmp/runs/.doctor-")
+    report = doctor(cluster, "--partition", "cpu", "--shared", "/tmp")
+    assert report.says("shared folder", CPU).startswith("c1: No such file or directory: /tmp/.doctor-")
     assert report.says("shared folder", CPU).endswith("(and 1 more of 2 nodes)")
     assert "--shared" in report.remedy("shared folder", CPU)
     assert report.code == 1
 
 
 def test_a_folder_that_cannot_be_written_is_told_before_any_node_is(cluster):
-    report = doctor(cluster, "--partition", "cpu", "--shared", "/etc/runs")
+    report = doctor(cluster, "--partition", "cpu", "--shared", "/etc")
     assert "Permission denied" in report.says("shared folder", "this machine")
 
 

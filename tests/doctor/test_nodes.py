@@ -1,5 +1,6 @@
 """What probes measure, what the doctor makes of it, and what a person at the shell sees."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -14,10 +15,11 @@ import pytest
 from hpc_swe import cgroups
 from hpc_swe import config as configuration
 from hpc_swe.doctor import examine, meeting, nodes, probe, srun
-from hpc_swe.doctor.findings import PartitionNeeds
+from hpc_swe.doctor.findings import ComputingNeeds, PartitionNeeds
 from hpc_swe.doctor.meeting import Peer
 from hpc_swe.doctor.probe import Shared
 from hpc_swe.doctor.srun import ProbeSetup, SrunResult
+from hpc_swe.plugins.builds import Builds
 from hpc_swe.processes import start_time
 from tests.kit.checkout import ROOT
 
@@ -266,6 +268,33 @@ def test_a_configuration_s_partitions_and_gpus_are_asked_for():
     assert examine.wanted({}) == [PartitionNeeds("")]
 
 
+def test_builds_and_gpus_of_nodes_are_compared_with_the_configuration():
+    words = [
+        'executor={type="slurm", roles={learner={partition="gpu"}}}',
+        "engine.device=gpu",
+        "policy.device=gpu",
+    ]
+    config = configuration.read(ROOT / "configs/demo.toml", overrides=[*words, 'sandbox={type="process"}'])
+    needs = examine.wanted(configuration.dump(config)["executor"], examine.computing(config))
+    on = {need.partition: [each.what for each in need.computing] for need in needs}
+    assert on == {"": ["engine"], "gpu": ["learner"]}
+    learner = ComputingNeeds("learner", config.policy, 80.0)
+    need = dataclasses.replace(ASK, computing=(learner,))
+    cpu = msgspec.structs.replace(MEASURED, gpu_gib=79.6, builds=Builds(torch="2+cpu", vllm="1+cpu"))
+    found = {f.check: f for f in nodes.findings(need, [cpu], "")}
+    assert found["build of the learner"].verdict == "fault"
+    assert (
+        "c1: policy.device = 'gpu', but torch 2+cpu is a build for CPUs" in found["build of the learner"].says
+    )
+    assert found["GPU memory"].says == "the learner needs 80.0 GiB of each GPU, which has 79.6 GiB"
+    old = Builds(torch="2", torch_cuda="13.0", vllm="1", driver_cuda="12.4")
+    found = {
+        f.check: f for f in nodes.findings(need, [msgspec.structs.replace(cpu, builds=old, gpu_gib=141)], "")
+    }
+    assert "the driver supports CUDA 12.4" in found["build of the learner"].says
+    assert found["GPU memory"].says.startswith("141.0 GiB each; a start compares gpu_gib")
+
+
 def test_a_slurm_configuration_tells_partitions_and_the_largest_array():
     words = ['executor={type="slurm", partition="cpu", array_size=6}', "counts.rollout=9"]
     words += ['executor.roles.learner={partition="gpu", gpus_per_node=4}', 'sandbox={type="process"}']
@@ -286,6 +315,7 @@ def test_slots_are_compared_with_the_cores_of_a_worker():
 
 
 def run(tmp_path, *words, **env):
+    (tmp_path / "runs").mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "hpc_swe.doctor", "--shared", tmp_path / "runs", *words]
     environment = {**os.environ, "PATH": "/var/empty", **env}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
@@ -300,6 +330,13 @@ def test_without_slurm_this_machine_alone_is_checked_and_nothing_is_left(tmp_pat
     assert {"flock", "Unix sockets", "TensorBoard", "node-local /tmp"} <= set(found)
     assert "ports" not in found
     assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_shared_folder_that_does_not_exist_is_named_and_not_made(tmp_path):
+    done = run(tmp_path, f"--shared={tmp_path}/typo/x")
+    assert done.returncode == 2
+    assert f"--shared = {tmp_path}/typo/x: no such folder" in done.stderr
+    assert not (tmp_path / "typo").exists()
 
 
 def test_people_get_a_table_with_the_worst_last(tmp_path):

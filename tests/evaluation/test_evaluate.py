@@ -270,7 +270,8 @@ def listing(folder: Path) -> list[str]:
 def test_a_dry_run_shows_configuration_scripts_and_costs_and_makes_nothing(small):
     (small.folder / "model/config.json").write_text(json.dumps(SHAPE))
     before = listing(small.folder / "model"), sorted(os.listdir(small.folder))
-    done = small.evaluate("--dry-run", "--samples", 3, "configs/slurm.toml", "counts.rollout=12")
+    no_gpu = "executor.roles.inference.gpus_per_node=0"
+    done = small.evaluate("--dry-run", "--samples", 3, "configs/slurm.toml", no_gpu, "counts.rollout=12")
     assert done.returncode == 0, done.stderr
     shown = tomllib.loads(done.stdout[: done.stdout.index("### coordinator")])
     assert (shown["mode"], shown["eval"]["samples"], shown["tasks"]["train"]) == ("eval", 3, 0)

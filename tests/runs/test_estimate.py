@@ -466,7 +466,7 @@ root = Path(sys.argv[1])
 sizes = dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4)
 sizes |= dict(vocab_size=4096, num_key_value_heads=2, head_dim=64, tie_word_embeddings=False)
 Qwen3ForCausalLM(Qwen3Config(**sizes)).save_pretrained(root / "built")
-policy = Megatron(dtype=sys.argv[2], distributed_optimizer=sys.argv[3] == "1")
+policy = Megatron(device="cpu", dtype=sys.argv[2], distributed_optimizer=sys.argv[3] == "1")
 learner = policy.build(root / "built", OptimizerConfig(), None)
 for name, write in (("weights", learner.export), ("checkpoints", learner.save)):
     (root / name).mkdir()
@@ -503,6 +503,31 @@ def test_a_hybrid_run_says_what_host_memory_its_halves_need(read):
     assert found["hybrid: the learner's state"] == "1 x 61.03 GiB", "16 bytes, with the last version"
 
 
+@pytest.mark.parametrize(
+    ("gib", "said"),
+    [
+        (
+            0,
+            "learner: no verdict, since the memory of its GPU is unknown: set executor.roles.learner.gpu_gib",
+        ),
+        (20, "learner: does not fit: it needs at least 7"),
+        (80, "learner: may run out of memory: it needs at least 7"),
+        (141, "learner: fits: it needs at least 7"),
+    ],
+)
+def test_a_dry_run_compares_what_is_needed_with_what_a_gpu_has(read, gib, said):
+    words = [
+        "policy.device=gpu",
+        "policy.dtype=bfloat16",
+        "policy.recompute=full",
+        "policy.tensor_parallel=2",
+    ]
+    found = preview.cost_tables(read(*words, f"executor.roles.learner.gpu_gib={gib}"))
+    assert [line for line in found if isinstance(line, str) and line.startswith("learner:")][0].startswith(
+        said
+    )
+
+
 def dry(tmp_path, *words, path=None):
     line = [sys.executable, "-m", "hpc_swe.launch", "start", "configs/demo.toml", *map(str, words)]
     env = {**os.environ, **({"PATH": path} if path else {})}
@@ -514,10 +539,11 @@ def dry(tmp_path, *words, path=None):
 def test_dry_run_makes_nothing_and_needs_no_slurm(tmp_path, read):
     config = read("policy.tensor_parallel=8")
     words = [tmp_path / "executor.toml", "policy.tensor_parallel=8", f"model={config.model}"]
+    words += ["executor.roles.learner.options={gres='lustre:1'}", "executor.roles.inference.gpus_per_node=0"]
     before = sorted(tmp_path.iterdir())
     done = dry(tmp_path, *words, 'sandbox={type="process"}', path=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert "#SBATCH --gres=gpu:h100:4\n" in done.stdout
+    assert "#SBATCH --gres=lustre:1\n" in done.stdout
     assert "P = 8,190,735,360, tp = 8, dp = 1" in done.stdout
     assert done.stdout.isascii()
     assert max(len(line) for line in done.stdout.partition("asked of Slurm")[2].splitlines()) <= 80

@@ -42,7 +42,7 @@ def estimate(
     """Estimate the memory of one rank whose numbers take `size` bytes.
 
     The key-value cache has the `given` bytes, or where they are 0 those that `sequences` conversations of
-    `context` tokens would fill.
+    `context` tokens would fill, of which one must have room.
     """
     token = cached_token(shape, tensor_parallel, size)
     weights = Part("weights", f"{size} P / tp", size * shape.parameters.of_rank(tensor_parallel))
@@ -53,7 +53,10 @@ def estimate(
         cache = Part(
             "KV cache, as configured", f"{tokens:,} tokens: {tokens // context} full contexts", given
         )
-        return MemoryEstimate(title, [weights, cache], Part("both", "", weights.bytes + given), [note])
+        both = Part("both", "", weights.bytes + given)
+        return MemoryEstimate(title, [weights, cache], both, [note], least=both.bytes)
     formula = f"{sequences} sequences x {context:,} tokens x {token:,} bytes"
     cache = Part("KV cache, if all were full", formula, sequences * context * token)
-    return MemoryEstimate(title, [weights, cache], None, [f"{note}; vLLM takes what it finds free"])
+    least = weights.bytes + context * token
+    notes = [f"{note}; vLLM takes what it finds free"]
+    return MemoryEstimate(title, [weights, cache], None, notes, least=least)

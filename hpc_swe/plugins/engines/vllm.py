@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, ClassVar, Literal
@@ -21,6 +22,7 @@ from msgspec import Meta
 
 from hpc_swe.errors import ConfigError, EngineError, NoAnswer, Overdue, boundary
 from hpc_swe.plugins import Plugin
+from hpc_swe.plugins.builds import Builds, vllm_problem
 from hpc_swe.plugins.costs import MemoryEstimate
 from hpc_swe.plugins.engines import (
     _answers,
@@ -141,6 +143,9 @@ class Vllm(Plugin, frozen=True, kw_only=True):
     def gpus(self) -> int:
         return self.tensor_parallel if self.device == "gpu" else 0
 
+    def build_problem(self, found: Builds) -> str:
+        return "" if self.program else vllm_problem(self.device, found)  # a program brings its own packages
+
     def check_model(self, model: Path) -> None:
         _vllm_memory.check(model, self.tensor_parallel, self.max_model_len)
         experts = ModelShape.read(model).experts if self.return_routing else 1
@@ -152,7 +157,7 @@ class Vllm(Plugin, frozen=True, kw_only=True):
             raise ConfigError("[engine] return_routing = true needs a GPU: vLLM captures no experts on a CPU")
 
     def memory(self, model: Path, context: int) -> MemoryEstimate:
-        return _vllm_memory.estimate(
+        found = _vllm_memory.estimate(
             ModelShape.read(model),
             self.tensor_parallel,
             4 if self.dtype == "float32" else 2,
@@ -160,6 +165,7 @@ class Vllm(Plugin, frozen=True, kw_only=True):
             context=context,
             given=self.kv_cache_bytes,
         )
+        return found if self.kv_cache_bytes else replace(found, least=found.least / self.gpu_memory_share)
 
     def is_healthy(self, url: str) -> bool:
         try:

@@ -87,6 +87,8 @@ class GpuGrant:
     count: int
     key: str
     """Key of [executor] that gives them, and its value."""
+    gib: float = 0.0
+    """Memory of each; 0 is unknown."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 from msgspec import Meta
 
 from hpc_swe.errors import ConfigError, SchedulerError
-from hpc_swe.gpus import VISIBLE, choose, usable
+from hpc_swe.gpus import VISIBLE, choose, memory_gib, usable
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.executors.base import (
     MARK,
@@ -87,7 +87,7 @@ class Local(Plugin, frozen=True, kw_only=True):
 
     def gpu_grant(self, role: Role) -> GpuGrant:
         count = self.gpus.get(role, 0)
-        return GpuGrant(count, f"gpus.{role} = {count}")
+        return GpuGrant(count, f"gpus.{role} = {count}", memory_gib() if count else 0.0)
 
     def script(self, run: RunDir, submission: Submission) -> str:
         bound = ["--while", _id(os.getpid())] if self.foreground else []

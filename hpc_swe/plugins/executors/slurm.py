@@ -73,6 +73,9 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Memory of the job on each node."""
     gpus_per_node: Annotated[int, Meta(ge=0)] = 0
     """GPUs of the job on each node."""
+    gpu_gib: Annotated[float, Meta(ge=0)] = 0.0
+    """Memory of each GPU, in GiB: a start is refused whose estimate is above it. `python -m hpc_swe.doctor`
+    prints what nodes have; 0 is unknown, and nothing is compared."""
     timeout_min: Annotated[int, Meta(gt=0)] = 24 * 60
     """Walltime in minutes."""
     options: Options = {}
@@ -142,7 +145,8 @@ class Slurm(Plugin, frozen=True, kw_only=True):
         if not count and any(option in sbatch_options.UNCOUNTED for option in self._given(role)):
             return None
         nodes = f", on {resources.nodes} nodes," if resources.nodes > 1 else ""
-        return GpuGrant(count * resources.nodes, f"roles.{role}.gpus_per_node = {count}{nodes}")
+        key = f"roles.{role}.gpus_per_node = {count}{nodes}"
+        return GpuGrant(count * resources.nodes, key, resources.gpu_gib)
 
     def memory_grant(self, role: Role) -> MemoryGrant | None:
         """Return the memory of a job of a role on each node; None where an option of sbatch gives it."""

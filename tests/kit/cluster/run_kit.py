@@ -81,7 +81,7 @@ pause_s = 3.0
 [executor.roles.learner]
 partition = "preemptible"
 nodes = 2
-gpus_per_node = 1
+options = { constraint = "gpu" }
 mem_gb = 2.5
 cpus_per_task = 1
 timeout_min = 30

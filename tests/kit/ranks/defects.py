@@ -39,7 +39,8 @@ def main() -> None:
     from hpc_swe.plugins.policies.megatron import Megatron
 
     compat.mark_shards = lambda model: None
-    learner = Megatron(dtype="float32").build(Path(sys.argv[1]), OptimizerConfig(), None)
+    policy = Megatron(dtype="float32", device="gpu" if torch.cuda.is_available() else "cpu")
+    learner = policy.build(Path(sys.argv[1]), OptimizerConfig(), None)
     linear = learner._model.decoder.layers[0].mlp.linear_fc1.weight
     found["no marks on shards"] = not hasattr(linear, "tensor_model_parallel")
 

@@ -34,6 +34,12 @@ def interfere() -> None:
     sys.addaudithook(look)
 
 
+def device() -> str:
+    import torch
+
+    return "gpu" if torch.cuda.is_available() else "cpu"
+
+
 def main() -> None:
     from hpc_swe.errors import HpcSweError
     from hpc_swe.plugins.policies.base import LossConfig, OptimizerConfig
@@ -50,7 +56,9 @@ def main() -> None:
     interrupted = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: interrupted.set())
     hosted = float(os.environ.get("HOSTED", "0"))
-    policy = Megatron(tensor_parallel=2 // data_parallel, dtype="float32", offload_optimizer=hosted)
+    policy = Megatron(
+        tensor_parallel=2 // data_parallel, dtype="float32", offload_optimizer=hosted, device=device()
+    )
     learner = policy.build(model, OptimizerConfig(**json.loads([*sys.argv, '{"lr": 1e-3}'][5])), None)
 
     def tell(taken: int, step: int, metrics: dict[str, float]) -> None:

@@ -29,6 +29,7 @@ def main() -> None:
 
 
 def _run(case: dict):
+    import torch
     from msgspec import convert
 
     from hpc_swe.plugins.policies._megatron import gathered, state
@@ -40,7 +41,8 @@ def _run(case: dict):
         gathered.PIECE, state.AHEAD = case["piece"], 8 * case["piece"]
     print("case", case["name"], flush=True)
     case["objective"] = PolicyObjective(convert(case.get("loss", {}), LossConfig))
-    learner = convert(case.get("policy", {}), Megatron).build(
+    device = "gpu" if torch.cuda.is_available() else "cpu"
+    learner = convert({"device": device} | case.get("policy", {}), Megatron).build(
         Path(case["model"]),
         convert({"warmup_steps": 0, "beta2": 0.95} | case.get("optimizer", {}), OptimizerConfig),
         Path(case.get("reference", case["model"])) if case["objective"].needs_reference else None,

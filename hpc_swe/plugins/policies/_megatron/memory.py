@@ -98,6 +98,7 @@ def learner_memory(
         [f"L = {adapters:,} parameters of adapters"] * bool(adapters)
         + [EVEN_ROUTING] * (policy.expert_parallel > 1),
         [part for part in _on_host(shape, policy, data_parallel, kept) if part.bytes],
+        peak,
     )
 
 

@@ -6,7 +6,9 @@ from typing import TypeVar
 import torch
 from megatron.core import parallel_state, tensor_parallel
 
-from hpc_swe.errors import ConfigError
+from hpc_swe import gpus
+from hpc_swe.errors import ConfigError, NodeError
+from hpc_swe.plugins import builds
 from hpc_swe.plugins.policies._megatron import compat, exchange
 from hpc_swe.plugins.policies._megatron.meeting import JoinedRanks
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
@@ -19,6 +21,7 @@ class TorchRanks(JoinedRanks):
     """Connect this process with those that train with it. Implements `Ranks` of plugins/policies/base.py."""
 
     def __init__(self, settings: MegatronSettings) -> None:
+        _require_device(settings)
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size % settings.processes:
             raise ConfigError(
@@ -74,6 +77,17 @@ def device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _require_device(settings: MegatronSettings) -> None:
+    """Raise NodeError, with the reason, where the configured GPU cannot be used: a CPU must not stand in."""
+    if settings.gpus and not torch.cuda.is_available():
+        builds.require(settings)
+        visible = os.environ.get(gpus.VISIBLE, "not set")
+        raise NodeError(
+            f"policy.device = 'gpu', but torch {torch.__version__} finds no GPU on this node ({gpus.VISIBLE} "
+            f"is {visible!r}); see what nvidia-smi says there, or set policy.device = 'cpu'"
+        )
 
 
 def _choose_kernels(*, deterministic: bool) -> None:

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins import Plugin
+from hpc_swe.plugins.builds import Builds, torch_problem
 from hpc_swe.plugins.model_shape import ModelShape
 
 
@@ -96,6 +97,9 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
                 'adapters to other last bits than the learner; set policy.dtype = "bfloat16"'
             )
         return ""
+
+    def build_problem(self, found: Builds) -> str:
+        return torch_problem("policy.device", found) if self.gpus else ""
 
     def check(self, shape: ModelShape) -> None:
         """Raise ConfigError, naming the setting and the size, if the model cannot be divided like this."""
