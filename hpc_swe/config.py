@@ -28,7 +28,7 @@ FAMILIES: dict[Any, str] = {kind: kind.__module__.split(".")[2] for kind in _PLU
 """Type of a key of a run -> the family of plugins, in whose package the type is defined."""
 MAY_CHANGE = (
     *("steps", "counts", "by_hand", "max_restarts", "executor", "inference", "reward", "coordinator"),
-    *("lease", "supervision", "retention", "batches.microbatch_tokens"),
+    *("lease", "supervision", "retention", "stop", "batches.microbatch_tokens"),
     *("eval.every", "eval.patience", "eval.select"),
     *("policy.recompute", "policy.logprob_chunk", "policy.delta_base", "policy.offload_optimizer"),
     *("policy.tensor_parallel", "policy.pipeline_parallel", "policy.context_parallel"),

@@ -33,6 +33,7 @@ METRICS = {
     "solve/eval_part/*": "solve/eval of one part of a mixture, by part and decoding",
     "infra/eval/*": "share of held-out episodes that failed on infrastructure; solve/eval counts 0 for them",
     "groups/signal_rate": "share of finished groups whose rewards alone give advantages that are not all 0",
+    "groups/all_solved": "share of finished groups that all of their episodes resolved",
     "groups/no_signal": "groups without signal before the last group of the batch",
     "groups/dropped_few": "groups dropped because fewer than two members were usable",
     "groups/dropped_old": "groups dropped because a token was older than hard_max_staleness",

@@ -75,6 +75,7 @@ class RunDir:
     status = _At("state/status.json")
     """Cell: StatusReport, coordinator to people."""
     skipped_steps = _At("state/skipped.json")
+    stop_signs = _At("state/stop_signs.json")
     """Cell: SkippedBatches, learner to learner and ticks."""
     watch = _At("state/watch.json")
     """Cell: Memory, coordinator to coordinator."""

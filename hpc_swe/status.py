@@ -70,6 +70,7 @@ def _head(view: RunView, width: int) -> list[str]:
     orders = [f"order {name}: {MEANINGS.get(name, 'unknown')}" for name in view.orders]
     if view.report is None:
         return [view.name, *orders, "waits for the first report of the coordinator"]
+    orders += _rows(f"ended early: {view.ended}", width) if view.ended else []
     waits = _rows(f"waits for {view.report.waits_for}", width) if view.report.waits_for else []
     return [_progress(view, view.report), *orders, *waits, *_age(view)]
 

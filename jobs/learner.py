@@ -12,13 +12,14 @@ from hpc_swe.errors import HpcSweError, StorageError
 from hpc_swe.gpu_turns import LearnerTurn
 from hpc_swe.metrics import Log
 from hpc_swe.processes import Flag
+from hpc_swe.roles.learner.alarm import Alarm
 from hpc_swe.roles.learner.batch_source import BatchSource
 from hpc_swe.roles.learner.loop import LearnerPlan, OnStep, learn
 from hpc_swe.roles.learner.loss import PolicyObjective
 from hpc_swe.roles.learner.probe import probe_ids
 from hpc_swe.roles.learner.publish import Snapshots
 from hpc_swe.rundir import RunDir
-from hpc_swe.settings import RunConfig
+from hpc_swe.settings import RunConfig, StopConfig
 from jobs import entry
 
 SLURM_NAMES = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_NTASKS"}
@@ -52,6 +53,7 @@ def work(run: RunDir, config: RunConfig) -> None:
             turn,
             Snapshots(table.snapshot_every, kept, config.steps),
             probe_ids(Path(config.model), learner.vocabulary),
+            config.stop if config.mode == "grpo" else StopConfig(),
         )
         source = BatchSource(run, table.batch_wait_s, table.poll_s, interrupted.is_set)
         try:
@@ -77,11 +79,13 @@ def _reporting(run: RunDir, config: RunConfig) -> Iterator[tuple[str, OnStep]]:
         yield "", lambda _taken, _step, _metrics: None
         return
     with entry.lease(run, config, "learner") as lease:
-        curves = Log(run.metric_log(lease.owner))
+        curves, alarm = Log(run.metric_log(lease.owner)), Alarm()
 
         def on_step(taken: int, step: int, metrics: dict[str, float]) -> None:
+            if trouble := alarm.look(step, metrics):
+                log.warning("%s", trouble)
             try:
-                lease.publish(step=taken, state="ready")
+                lease.publish(step=taken, state="ready", trouble=trouble)
             except StorageError as error:
                 log.warning("not published: %s", error)  # the beat thread tries again
             if metrics:

@@ -15,7 +15,7 @@ from hpc_swe.records import RunManifest
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import control, create, existing, submit, watch
 from hpc_swe.runs.view import RunReader
-from hpc_swe.store import atomic, submissions, supervision, tasks
+from hpc_swe.store import atomic, stop_signs, submissions, supervision, tasks
 from tests.kit.checkout import ROOT
 from tests.kit.toy import make_repository
 from tests.kit.waiting import DEADLINE_S, until
@@ -165,6 +165,18 @@ def test_start_with_more_steps_takes_a_finished_run_up_again(tmp_path, read):
     assert run.finished.exists()
     control.start(run, read("steps=6"))
     assert not run.finished.exists()
+
+
+def test_start_with_other_signs_takes_a_run_up_again_that_one_has_ended(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read("stop.gap=0.01"))
+    run.finished.touch()
+    atomic.put(run.stop_signs, stop_signs.SignRecord(reason="gap/k3 was above 0.01"))
+    control.start(run, read("stop.gap=0.01"))
+    assert run.finished.exists()
+    control.start(run, read("stop.gap=0.1"))
+    assert not run.finished.exists()
+    assert stop_signs.read(run).reason == ""
 
 
 def test_killed_start_leaves_no_half_run_and_can_be_repeated(tmp_path, read):

@@ -111,6 +111,12 @@ def test_orders_that_stand_are_shown_with_what_they_mean():
     assert "order DRAIN: nothing new is started" in screen(view(orders=["DRAIN"]))
 
 
+def test_a_run_that_a_sign_has_ended_says_so_first():
+    reason = "gap/k3 was above 0.01 in steps 3 to 5: 0.02 0.03 0.1 (stop.gap)"
+    lines = screen(view(orders=["FINISHED"], ended=reason)).splitlines()
+    assert f"ended early: {reason}" in lines[:3]
+
+
 def test_report_that_grows_old_is_called_old_unless_the_run_has_finished():
     queue = Queue([Job("coordinator", "7", 1, "running")])
     told = screen(view(silent_s=120.0, queue=queue))

@@ -48,7 +48,7 @@ class Node(Record, frozen=True, kw_only=True):
     steps: list[int] = []
     """Answers of engines and opened sandboxes so far, of each claim; one that is worked on grows."""
     trouble: str = ""
-    """Why this process does less than it should, for people; empty while it does all."""
+    """Why this process does less than it should, or what alarms it, for people; empty while all is well."""
 
 
 class Endpoint(Record, frozen=True, kw_only=True):

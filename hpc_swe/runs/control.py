@@ -16,7 +16,7 @@ from hpc_swe.runs import checks, create, submit, trajectories, upgrades
 from hpc_swe.runs.existing import is_copy, load
 from hpc_swe.runs.submit import TickResult
 from hpc_swe.settings import RunConfig
-from hpc_swe.store import atomic, orders, submissions, supervision
+from hpc_swe.store import atomic, orders, stop_signs, submissions, supervision
 
 GRACE_S = 10.0  # seconds that `stop --now` gives processes to obey the order before it ends them
 FINISH_S = 3600.0  # the longest wait of a start for jobs that an order has told to end
@@ -175,7 +175,9 @@ def _update_config(run: RunDir, config: RunConfig, *, upgrade: bool) -> None:
         tree = configuration.without_later_keys(tree, written, configuration.dump(old))
     for change in configuration.changes(old, config, folder).values():
         log.info("changed %s, for jobs that start from now on", change)
-    if config.steps > old.steps or config.eval.patience != old.eval.patience:
+    if config.stop != old.stop:
+        stop_signs.forgive(run)
+    if config.steps > old.steps or (config.eval.patience, config.stop) != (old.eval.patience, old.stop):
         run.finished.unlink(missing_ok=True)
     atomic.write(run.token, create.key(run, config).encode())
     atomic.write(run.config, create.encoded(tree))

@@ -15,7 +15,7 @@ from hpc_swe.records import Endpoint, EndpointTable, Role, StatusReport
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import submit
 from hpc_swe.settings import RunConfig
-from hpc_swe.store import atomic, orders, submissions, supervision
+from hpc_swe.store import atomic, orders, stop_signs, submissions, supervision
 
 ASK_S = 15.0  # least seconds between two requests to the scheduler
 
@@ -46,6 +46,8 @@ class RunView:
     report: StatusReport | None = None
     silent_s: float = 0.0
     engines: Sequence[Endpoint] = ()
+    ended: str = ""
+    """The sign that ended the run early; empty when none did."""
     stuck: str = ""
     """The part that made no progress, and what was done about it; empty since the run has progressed."""
 
@@ -82,6 +84,7 @@ class RunReader:
             report=report,
             silent_s=silent_s,
             engines=engines,
+            ended=stop_signs.read(run).reason,
             stuck="" if run.finished.exists() else supervision.read(run).message(config.supervision.tries),
         )
 

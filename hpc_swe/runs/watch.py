@@ -14,7 +14,7 @@ from hpc_swe.runs.control import stop
 from hpc_swe.runs.submit import REST_S, TickResult
 from hpc_swe.runs.view import RunReader, RunView
 from hpc_swe.settings import RunConfig
-from hpc_swe.store import atomic, checkpoints, supervision
+from hpc_swe.store import atomic, checkpoints, stop_signs, supervision
 from hpc_swe.store.lease import Watcher
 
 SAVE_S = 120.0  # the longest step and checkpoint of a learner that is stopped
@@ -45,6 +45,8 @@ def watch(
         if stop_on == "error" or (stop_on == "deadline" and isinstance(error, DeadlineError)):
             _save_and_stop(run, config, save_s)
         raise
+    if reason := stop_signs.read(run).reason:
+        log.warning("%s: ended early: %s", run.root, reason)
     if not run.finished.exists() and (last := supervision.read(run)).gave_up:
         raise StuckRun(f"{run.root}: {last.message(config.supervision.tries)}")
     if not run.finished.exists():

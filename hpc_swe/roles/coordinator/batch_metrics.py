@@ -38,6 +38,7 @@ def of_batch(groups: Sequence[Group], batch_plan: BatchPlan) -> dict[str, float]
         "solve/train": _solved(results),
         "solve/trained": _solved(trained),
         "groups/signal_rate": _mean([decision.has_signal for _, decision in decided]),
+        "groups/all_solved": _mean([_solved(group.results) == 1.0 for group in groups if group.results]),
         "groups/no_signal": kinds["no_signal"],
         "groups/dropped_few": kinds["too_few"],
         "groups/dropped_old": kinds["too_old"],

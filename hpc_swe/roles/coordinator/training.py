@@ -28,7 +28,7 @@ from hpc_swe.roles.coordinator.groups import Group, Key, Ledger
 from hpc_swe.roles.coordinator.samples import add_routing, sampled_tokens
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
 from hpc_swe.rundir import RunDir
-from hpc_swe.store import checkpoints, task_history
+from hpc_swe.store import checkpoints, stop_signs, task_history
 from hpc_swe.store.spool import Spool
 from hpc_swe.store.task_history import RunHistory
 
@@ -54,6 +54,8 @@ class Training:
         self._evaluator, self._log = evaluator, metrics_log
         self._decisions: dict[int, tuple[int, GroupDecision]] = {}
         self._published_at: float | None = None
+        self._sign = ""
+        """Why the run ends early, as the learner says."""
         limits = settings.groups
         self._farthest = ceil((limits.max_staleness + AHEAD + 1) * limits.groups_per_step / RATE_FLOOR)
         """Groups are dispatched in order of their numbers; a message of one this far ahead is foreign."""
@@ -79,6 +81,7 @@ class Training:
         StorageError if the file system refuses a write; the caller then builds a new object.
         """
         batches.require_newest(self._run, self.step)
+        self._look_for_signs()
         self._collector.collect(snapshot)
         self._ledger.close_stragglers(snapshot.worked_s, self._settings.groups.straggler_s)
         if self._is_archived(snapshot):
@@ -90,6 +93,12 @@ class Training:
         awaits_learner = self.step > snapshot.learner_step or (self.step >= self._end and waits_for != "")
         kept, errors = self._evaluator.kept_steps(self._ledger), self._collector.errors
         return Progress(waits_for or evaluating, self.step, self._log.recent, errors, kept, awaits_learner)
+
+    def _look_for_signs(self) -> None:
+        """Read whether the learner has seen a sign that ends the run."""
+        known, self._sign = self._sign, stop_signs.read(self._run).reason
+        if self._sign and not known:
+            log.warning("early end: %s", self._sign)
 
     def _expects(self, key: Key) -> list[RolloutRequest] | None:
         split, group = key
@@ -197,13 +206,17 @@ class Training:
     @property
     def _end(self) -> int:
         """Return the number of batches of the run, which ends early when evaluations get no better."""
-        return self.step if self._evaluator.has_lost_patience else self._steps
+        return self.step if self._ends_early else self._steps
+
+    @property
+    def _ends_early(self) -> bool:
+        return bool(self._sign) or self._evaluator.has_lost_patience
 
     def _waits_for(self, snapshot: RunSnapshot) -> str:
         """Return what the next batch waits for first; empty when training is finished."""
         if self._unarchived:
             return f"results of step {self._unarchived.step} that cannot be read, for its archive"
-        if self._evaluator.has_lost_patience and snapshot.learner_step >= self.step:
+        if self._ends_early and snapshot.learner_step >= self.step:
             return ""
         if self.step >= self._steps and checkpoints.is_trained(self._run, snapshot.newest, self._steps):
             return ""

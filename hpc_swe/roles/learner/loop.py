@@ -11,7 +11,7 @@ All ranks run this loop in lockstep.
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,12 +20,14 @@ from hpc_swe.errors import ConfigError
 from hpc_swe.gpu_turns import LearnerTurn
 from hpc_swe.plugins.policies.base import Learner, Objective
 from hpc_swe.records import BatchManifest
+from hpc_swe.roles.learner import stop
 from hpc_swe.roles.learner.batch_source import BatchSource, Order, read_batch
 from hpc_swe.roles.learner.collective import on_all_ranks, on_rank_zero
 from hpc_swe.roles.learner.probe import FIRST_IDS
 from hpc_swe.roles.learner.publish import Publisher, Snapshots, take_incarnation
 from hpc_swe.roles.learner.resting import rest
 from hpc_swe.rundir import RunDir
+from hpc_swe.settings import StopConfig
 from hpc_swe.store import skipped
 
 WORTH = 50
@@ -54,6 +56,8 @@ class LearnerPlan:
     """Which versions of the weights are full."""
     probe_ids: Sequence[int] = FIRST_IDS
     """The text that learner and engines score after each swap."""
+    stop: StopConfig = StopConfig()
+    """Signs that end the run early."""
 
 
 @dataclass
@@ -114,7 +118,7 @@ def learn(
         waited = time.monotonic() - waiting
         metrics, saved_s = {"step_seconds/checkpoint": saved_s, "step_seconds/wait": waited}, 0.0
         metrics |= turn_metrics | _train(run, learner, objective, decision)
-        _enter_skip(run, learner, publisher, bool(metrics["policy/skipped"]), plan.max_skipped)
+        _enter(run, learner, publisher, plan, {**decision.stats, **metrics})
         if learner.step == plan.steps and (found := _validate(run, learner, objective, decision)):
             on_step(learner.step, learner.step, found)  # before anything says that the run is done
         published = time.monotonic()
@@ -159,16 +163,23 @@ def _train(run: RunDir, learner: Learner, objective: Objective, manifest: BatchM
     return metrics | learner.train(on_all_ranks(learner.ranks, read), objective)
 
 
-def _enter_skip(
-    run: RunDir, learner: Learner, publisher: Publisher[Learner], is_skipped: bool, limit: int
+def _enter(
+    run: RunDir,
+    learner: Learner,
+    publisher: Publisher[Learner],
+    plan: LearnerPlan,
+    values: Mapping[str, float],
 ) -> None:
-    """Count the batch that was trained last, and keep it if it was skipped."""
-    step = learner.step - 1
+    """Count and keep a batch that was skipped; enter what the last one has shown of `[stop]`."""
+    step, is_skipped = learner.step - 1, bool(values["policy/skipped"])
     publisher.require_newest()  # a successor counts in the same file
     on_rank_zero(learner.ranks, lambda: skipped.enter(run, step, is_skipped, publisher.check_newest))
     if is_skipped:
         on_rank_zero(learner.ranks, lambda: _keep(run, step))
-        _require_finite(run, learner, limit)
+        _require_finite(run, learner, plan.max_skipped)
+    enter = partial(stop.enter, run, step, values, plan.stop, publisher.check_newest)
+    if reason := on_rank_zero(learner.ranks, enter):
+        log.warning("early end: %s", reason)
 
 
 def _keep(run: RunDir, step: int) -> None:

@@ -3,7 +3,7 @@
 KEYS are those of the optimizer, in JSON. With DIES_AT in its environment it is killed when it opens a file
 for writing whose path matches that pattern, and with STOPS_AT it is stopped there; with DIES_AFTER it is
 killed when it opens any file once that path exists. With SNAPSHOTS one of so many versions is a full
-snapshot. HOSTED is the share of the optimizer's state that is in host memory.
+snapshot. HOSTED is the share of the optimizer's state that is in host memory. SIGNS are keys of [stop].
 """
 
 import json
@@ -49,6 +49,7 @@ def main() -> None:
     from hpc_swe.roles.learner.loss import PolicyObjective
     from hpc_swe.roles.learner.publish import Snapshots
     from hpc_swe.rundir import RunDir
+    from hpc_swe.settings import StopConfig
 
     run, model, steps, data_parallel = RunDir(Path(sys.argv[1])), Path(sys.argv[2]), *map(int, sys.argv[3:5])
     if {"DIES_AT", "STOPS_AT", "DIES_AFTER"} & set(os.environ):
@@ -59,14 +60,15 @@ def main() -> None:
     policy = Megatron(
         tensor_parallel=2 // data_parallel, dtype="float32", offload_optimizer=hosted, device=device()
     )
-    learner = policy.build(model, OptimizerConfig(**json.loads([*sys.argv, '{"lr": 1e-3}'][5])), None)
+    learner = policy.build(
+        model, OptimizerConfig(**{"warmup_steps": 0} | json.loads([*sys.argv, '{"lr": 1e-3}'][5])), None
+    )
 
     def tell(taken: int, step: int, metrics: dict[str, float]) -> None:
         if learner.ranks.rank == 0:
             with (run.root / "told.jsonl").open("a") as file:
                 print(json.dumps({"step": taken, "of": step} | metrics), file=file)
 
-    snapshots = Snapshots(int(os.environ.get("SNAPSHOTS", "1")), last=steps)
     plan = LearnerPlan(
         steps,
         1,
@@ -74,11 +76,12 @@ def main() -> None:
         checkpoint_s=0,
         max_skipped=1,
         writer="learner-test",
-        snapshots=snapshots,
+        snapshots=Snapshots(int(os.environ.get("SNAPSHOTS", "1")), last=steps),
+        stop=StopConfig(**json.loads(os.environ.get("SIGNS", "{}"))),
     )
-    feed = BatchSource(run, wait_s=600.0, poll_s=0.05, interrupted=interrupted.is_set)
+    feed, objective = BatchSource(run, 600.0, 0.05, interrupted.is_set), PolicyObjective(LossConfig())
     try:
-        learn(run, learner, PolicyObjective(LossConfig()), plan, feed, tell)
+        learn(run, learner, objective, plan, feed, tell)
     except HpcSweError as error:
         traceback.print_exc()
         learner.close()

@@ -7,7 +7,8 @@ from hpc_swe.roles.coordinator import batches
 from hpc_swe.roles.coordinator.evaluation import due
 from hpc_swe.roles.coordinator.selection import EvalRate, select
 from hpc_swe.settings import RetentionConfig
-from hpc_swe.store import weights
+from hpc_swe.store import atomic, weights
+from hpc_swe.store.stop_signs import SignRecord
 from tests.kit.coordinator_kit import (
     HELD_OUT,
     learn,
@@ -130,6 +131,26 @@ def train(run, patience, best):
         work(run, judge=judge(best))
         learn(run, STEPS)
     raise AssertionError("not done")
+
+
+def test_a_sign_that_the_learner_saw_ends_the_run_after_what_is_published(tmp_path):
+    run = rundir(tmp_path)
+    maintenance, mode = make_maintenance(run), training(run, steps=STEPS)
+    for _ in range(60):
+        progress = mode.iterate(maintenance.snapshot())
+        if not progress.waits_for:
+            break
+        if weights.published(run) and weights.newest(run).step == 5:
+            atomic.put(run.stop_signs, SignRecord(reason="gap/k3 was above 0.01"))
+        if run.stop_signs.exists():
+            mode = training(run, steps=STEPS)  # a coordinator that starts now knows it, too
+        work(run)
+        learn(run, STEPS)
+    else:
+        raise AssertionError("not done")
+    steps = len(batches.published_steps(run))
+    assert 5 <= steps <= 7
+    assert weights.newest(run).step == steps, "the learner trained what was published"
 
 
 def test_the_best_weights_outlive_the_newest(tmp_path):

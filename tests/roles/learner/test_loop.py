@@ -28,7 +28,7 @@ from hpc_swe.records import (  # noqa: E402
 )
 from hpc_swe.roles.learner.publish import take_incarnation  # noqa: E402
 from hpc_swe.rundir import RunDir  # noqa: E402
-from hpc_swe.store import atomic, folders, skipped  # noqa: E402
+from hpc_swe.store import atomic, folders, skipped, stop_signs  # noqa: E402
 from tests.kit.ranks import gang, tiny  # noqa: E402
 from tests.kit.ranks.training import (  # noqa: E402
     STEPS,
@@ -183,6 +183,15 @@ def test_a_batch_that_is_not_finite_is_skipped_and_kept(model, sequences, tmp_pa
     assert kept == {path.name: path.read_bytes() for path in run.batch(1).iterdir()}
     assert not run.skipped(0).exists()
     assert not run.skipped(2).exists()
+
+
+def test_a_sign_that_two_steps_show_is_left_for_the_coordinator(model, sequences, tmp_path, monkeypatch):
+    run = make_run(tmp_path, sequences, 2)
+    monkeypatch.setenv("SIGNS", '{"batches": 2, "gap": 1e-9}')
+    gang.launch(2, "learn", str(run.root), str(model), "2", "1")
+    gaps = [line["gap/k3"] for line in reported(run)[1:]]
+    assert [each.values["gap/k3"] for each in stop_signs.read(run).steps] == gaps
+    assert stop_signs.read(run).reason.startswith("gap/k3 was above 1e-09 in steps 0 to 1: ")
 
 
 def test_batches_in_a_row_that_are_not_finite_end_the_learner(model, sequences, tmp_path):
