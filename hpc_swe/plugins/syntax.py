@@ -6,6 +6,7 @@ at a time may fail with a SystemError. In a reward worker a right patch would co
 
 import ast
 import itertools
+import re
 import threading
 from collections.abc import Iterable
 
@@ -25,6 +26,14 @@ def parse(source: str | bytes) -> ast.Module:
             return ast.parse(source.removeprefix("\ufeff") if isinstance(source, str) else source)
         except (RecursionError, MemoryError):
             raise SyntaxError("it is nested too deeply") from None
+
+
+def split_lines(text: str) -> list[str]:
+    """Return the lines of a text as a syntax tree counts them: a lone carriage return ends one, too.
+
+    Joined by line feeds they are the same Python. One before a line feed stays at the end of its line.
+    """
+    return re.split(r"\n|\r(?!\n)", text)
 
 
 def as_read(text: str) -> str:

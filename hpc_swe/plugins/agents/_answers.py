@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from hpc_swe.plugins.syntax import parse
+from hpc_swe.plugins.syntax import parse, split_lines
 
 Form = Literal["file", "function", "edits"]
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
@@ -162,17 +162,17 @@ def _with_functions(text: str, new: ast.Module, source: str) -> str | None:
         if place is None:
             return None
         places[_first(place)] = place, definition
-    lines, new_lines = text.split("\n"), source.split("\n")
+    found, new_lines = split_lines(text), split_lines(source)
     for first, (place, definition) in sorted(places.items(), reverse=True):
-        lines[first - 1 : place.end_lineno] = _moved(definition, new_lines, place.col_offset)
+        found[first - 1 : place.end_lineno] = _moved(definition, new_lines, place.col_offset)
     top = max(line for line in map(_first, module.body) if line <= min(places))
-    lines[top - 1 : top - 1] = [
+    found[top - 1 : top - 1] = [
         line
         for node in new.body
         if isinstance(node, ast.Import | ast.ImportFrom | ast.Assign | ast.AnnAssign)
         for line in new_lines[node.lineno - 1 : node.end_lineno]
     ]
-    return "\n".join(lines)
+    return "\n".join(found)
 
 
 def _definitions(body: list[ast.stmt], owner: str = "") -> Iterator[tuple[str, Definition]]:

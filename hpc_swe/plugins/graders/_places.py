@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from random import Random
 
 from hpc_swe.plugins.graders._expected import Reader
-from hpc_swe.plugins.syntax import parse
+from hpc_swe.plugins.syntax import parse, split_lines
 from hpc_swe.plugins.visible_tests import TestFunction, functions
 
 _FIXED = re.compile(
@@ -60,7 +60,12 @@ class Test:
 
 
 def tests(text: str) -> list[Test]:
-    """Return the tests of a module whose names are unique; none if the text is not Python."""
+    """Return the tests of a module whose names are unique; none if the text is not Python.
+
+    There are none either where a lone carriage return ends a line for Python, and not for a patch.
+    """
+    if split_lines(text) != text.split("\n"):
+        return []
     try:
         module = parse(text)
         finder = _PlaceFinder(text)

@@ -7,6 +7,7 @@ library only.
 import ast
 import json
 import os
+import re
 import stat
 import zipfile
 from collections import Counter
@@ -30,7 +31,7 @@ def parts_of(data: bytes) -> list[tuple[str, set[bytes], float]]:
         nodes = list(ast.walk(ast.parse(data)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # of a later release than this interpreter
         nodes = []
-    lines = data.split(b"\n")
+    lines = re.split(rb"\n|\r(?!\n)", data)  # as a syntax tree counts them
     parts = [("", lines_of(data), WHOLE)]
     for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):

@@ -10,7 +10,7 @@ import doctest
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from hpc_swe.plugins.syntax import parse
+from hpc_swe.plugins.syntax import parse, split_lines
 
 DOCTESTS = "test_docstrings.py"
 Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -83,7 +83,7 @@ def without(text: str, hidden: Collection[Pair]) -> str:
         gone = {line for one in _all(text) if one.pair in hidden for line in one.lines}
     except (SyntaxError, ValueError):
         return text
-    return "\n".join(line for number, line in enumerate(text.split("\n")) if number not in gone)
+    return "\n".join(line for number, line in enumerate(split_lines(text)) if number not in gone)
 
 
 def _all(text: str) -> Iterator[PlacedExample]:

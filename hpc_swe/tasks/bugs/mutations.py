@@ -6,6 +6,7 @@ stay as their author wrote them.
 
 import ast
 import hashlib
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -108,9 +109,7 @@ class Module:
     def __init__(self, text: str) -> None:
         """Parse the text; raise SyntaxError if it is not Python."""
         self.data = text.encode()
-        self._starts = [0]
-        for line in self.data.split(b"\n"):
-            self._starts.append(self._starts[-1] + len(line) + 1)
+        self._starts = [0, *(end.end() for end in re.finditer(rb"\n|\r(?!\n)", self.data))]
         self._nodes = dict(self._find(parse(self.data).body, ""))
         self.functions = [*self._nodes]
 

@@ -204,3 +204,10 @@ def test_no_reply_raises_anything_else_or_names_another_file(reply, form):
     files = {"mod.py": MODULE, "other.py": "y = 1\n"}
     with suppress(BadAnswer):
         assert {*changes(reply, files, form)} <= {*files}
+
+
+def test_a_function_is_put_where_python_counts_its_lines():
+    """A lone carriage return ends one; the text of the file may be of any age."""
+    text = "# a\r# b\ndef f(x):\n    return 3 * x\n\n\ndef g(x):\n    return 7\n"
+    found = changes("```python\ndef f(x):\n    return 2 * x\n```", {"mod.py": text}, "function")
+    assert found["mod.py"] == text.replace("3 * x", "2 * x").replace("\r", "\n")

@@ -528,3 +528,11 @@ def test_a_task_whose_tests_cannot_be_changed_says_so(repository, sandboxes, tmp
     assert why in told
     assert bool(versions) == (not why)
     assert Swebench(second_sittings=0).changed_tests(one, gold(), sandboxes)[0] == []
+
+
+def test_a_text_whose_lines_are_not_those_of_a_patch_has_no_places():
+    """Python ends a line at a lone carriage return, and git does not."""
+    text = "def test_a():\n    assert f(1) == 27\n"
+    assert [len(test.literals) for test in _places.tests(text.replace("\n", "\r\n"))] == [1]
+    for marked in (f"# 10 %\r# 20 %\n{text}", f"{text}    # \r\r\r\r\n    assert f(2) == 38\n"):
+        assert _places.tests(marked) == []

@@ -125,3 +125,8 @@ def test_a_choice_has_many_kinds_and_depends_on_the_seed_alone():
     assert chosen(list(reversed(mutants)), 4, seed=1) == first
     assert any(chosen(mutants, 4, seed=seed) != first for seed in range(2, 6))
     assert len(chosen(mutants, 1000, seed=1)) == len(mutants)
+
+
+def test_a_lone_carriage_return_moves_no_mutant():
+    text, mark = "def f(x):\n    if x > 3:\n        return x + 1\n    return 2 * x\n", "# a\r# b\r\n"
+    assert made(mark + text) == {mark + mutant: kind for mutant, kind in made(text).items()}

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hpc_swe.errors import ConfigError
-from hpc_swe.tasks.bugs import docstrings
+from hpc_swe.tasks.bugs import _copies, docstrings
 from hpc_swe.tasks.bugs.originals import removals
 from hpc_swe.tasks.bugs.sources import Search
 
@@ -152,3 +152,12 @@ def test_a_copy_is_removed_with_what_was_compiled_from_it():
     ]
     with pytest.raises(ConfigError, match="choose another --image"):
         removals(known, ["/opt/my files/heapq.py"])
+
+
+def test_lines_are_those_of_python_where_a_lone_carriage_return_ends_one():
+    """An answer that is to be hidden would stay, and another line be gone."""
+    text = f"# from an old Mac\r# and more\r{EXAMPLES}"
+    hidden = {("twice(1)\n", "2\n"), ("twice(3)\n", "6\n")}
+    assert docstrings.without(text, hidden).endswith(docstrings.without(EXAMPLES, hidden))
+    code = "def f(x):\n    a_long_line_of_text_here = x\n    another_line_of_a_text = x\n"
+    assert _copies.parts_of(f"# a\r# b\r{code}# c\n".encode())[1] == _copies.parts_of(code.encode())[1]
