@@ -183,6 +183,14 @@ def test_the_model_s_own_generation_settings_are_not_taken(tmp_path: Path) -> No
     assert command[command.index("--generation-config") + 1] == "vllm"
 
 
+def test_files_of_mistral_s_own_library_are_not_taken(tmp_path: Path) -> None:
+    """Left to choose, vLLM takes params.json and consolidated.safetensors; a learner reads neither."""
+    (tmp_path / "config.json").write_text("{}")
+    command = list(Vllm(program="vllm").command(tmp_path, "h", 1, "run"))
+    assert command[command.index("--config-format") + 1] == "hf"
+    assert command[command.index("--load-format") + 1] == "safetensors"
+
+
 def test_an_engine_behind_a_gateway_is_asked_by_tls_below_its_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
