@@ -1,6 +1,7 @@
-"""Compile every kernel of ours for a GPU, which takes none: python -m tests.kit.compile_kernels CAPABILITY.
+"""Compile every kernel of ours for a GPU, which takes none: python -m tests.kit.compile_kernels GPU [once].
 
-The capability is 80, 90 or 100. Triton's interpreter takes programs that its compiler refuses.
+GPU is the capability: 80, 90 or 100. Triton's interpreter takes programs that its compiler refuses. With
+"once" each kernel is compiled for its first kind of values only.
 """
 
 import sys
@@ -67,8 +68,10 @@ def all_of(module: ModuleType) -> set[str]:
 
 def main() -> None:
     target = GPUTarget("cuda", int(sys.argv[1]), 32)
-    done = set()
+    done, is_once = set[str](), sys.argv[2:] == ["once"]
     for kernel, types, constants in kernels():
+        if is_once and kernel.__name__ in done:
+            continue
         given = iter(types.split())
         signature = {n: "constexpr" if n in constants else next(given) for n in kernel.arg_names}
         assert next(given, None) is None, kernel.__name__

@@ -23,7 +23,8 @@ from hpc_swe.plugins.policies._megatron.memory import (
 from hpc_swe.plugins.policies.megatron import Megatron
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import estimate, preview
-from tests.kit.checkout import ROOT, environment
+from tests.kit.checkout import ROOT
+from tests.kit.ranks import gang
 from tests.kit.toy_model import HERMES, make_model, write_weights
 
 QWEN3 = {
@@ -438,12 +439,13 @@ def test_run_that_only_evaluates_keeps_neither_weights_nor_batches(read):
 @pytest.mark.parametrize(
     ("dtype", "distributed"), [("bfloat16", True), ("float32", True), ("float32", False)]
 )
-def test_checkpoint_and_weights_on_disk_are_as_large_as_counted(tmp_path, read, dtype, distributed):
+def test_checkpoint_and_weights_on_disk_are_as_large_as_counted(
+    tmp_path, read, dtype, distributed, monkeypatch
+):
     pytest.importorskip("megatron.core")
-    line = [sys.executable, "-c", SAVE, str(tmp_path), dtype, str(int(distributed))]
-    env = environment(TORCHDYNAMO_DISABLE="1")
-    done = subprocess.run(line, capture_output=True, text=True, env=env, timeout=300)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    (tmp_path / "save.py").write_text(SAVE)
+    gang.launch(1, tmp_path / "save.py", str(tmp_path), dtype, str(int(distributed)))
     words = [f"policy.dtype={dtype}", f"policy.distributed_optimizer={str(distributed).lower()}"]
     words += ["policy.tensor_parallel=1", "retention.keep_last=2", "eval.every=0"]
     config = read(*words, f"model={tmp_path / 'built'}")

@@ -17,11 +17,10 @@ from tests.kit.ranks.training import STEPS, assert_same, make_run, reported, sta
 from tests.kit.waiting import until  # noqa: E402
 
 FIRST, LAST = "step_000002-i01", "step_000004-i01"
+OF_RANK_1, LAST_FILE = "__1_3.distcp", ".MANIFEST*"
 
 
-@pytest.mark.parametrize(
-    "file", ["__1_3.distcp", "__0_5.distcp", ".metadata*", "metadata.json", ".MANIFEST*"]
-)
+@pytest.mark.parametrize("file", [OF_RANK_1, "__0_5.distcp", ".metadata*", "metadata.json", LAST_FILE])
 def test_a_rank_killed_in_a_save_ends_the_other_and_what_was_whole_stays(
     whole, model, sequences, tmp_path, monkeypatch, file
 ):
@@ -32,6 +31,8 @@ def test_a_rank_killed_in_a_save_ends_the_other_and_what_was_whole_stays(
     assert sorted(child.returncode for child in children) == [-signal.SIGKILL, 1], outputs
     assert any("Connection closed by peer" in text or "Connection reset by peer" in text for text in outputs)
     assert os.listdir(run.checkpoints) == [FIRST], "the other rank has removed what was torn"
+    if file not in (OF_RANK_1, LAST_FILE):  # a start finds the same as after these two
+        return
     monkeypatch.delenv("DIES_AT")
     gang.launch(2, "learn", str(run.root), str(model), str(STEPS), "1")
     assert [line["step"] for line in reported(run)] == [0, 1, 2, 3, 4, 2, 3, 4]
@@ -39,7 +40,7 @@ def test_a_rank_killed_in_a_save_ends_the_other_and_what_was_whole_stays(
     assert_same(weights(run, STEPS, 2), weights(whole, STEPS, 1))
 
 
-@pytest.mark.parametrize("file", ["__1_3.distcp", ".metadata*"])
+@pytest.mark.parametrize("file", [OF_RANK_1, ".metadata*"])
 def test_a_save_waits_for_a_rank_that_is_stopped_for_a_while(
     whole, model, sequences, tmp_path, monkeypatch, file
 ):

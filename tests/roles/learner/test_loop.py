@@ -289,6 +289,8 @@ def test_a_full_disk_is_one_error_and_leaves_what_was_published(
         assert code == StorageError.exit_code
     assert atomic.names(folder) == atomic.names(undisturbed)[: int(room)]
     assert not list(folder.glob(".*")), "half a version is in the way of the next"
+    if not room:  # a start finds nothing, as after a death while the first checkpoint is saved
+        return
     disk(folder, None)
     gang.launch(2, "learn", str(run.root), str(model), str(STEPS), "1")
     assert_same(weights(run, STEPS, 2), weights(whole, STEPS, 1))
