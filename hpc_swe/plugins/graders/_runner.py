@@ -7,8 +7,8 @@ little; see `_sealed`.
 
 import os
 import sys
-from collections import Counter, OrderedDict, UserDict, UserList, UserString
-from collections.abc import Iterable
+from collections import Counter, OrderedDict, UserList, UserString
+from collections.abc import Iterable, Mapping, Set
 from decimal import Decimal
 from fractions import Fraction
 from json.encoder import encode_basestring_ascii as quote
@@ -32,12 +32,12 @@ def plain(value: Any) -> str:  # noqa: C901, PLR0911  (one line for each kind of
         return "null"
     if kind.__module__ == "numpy":
         return plain(value.tolist())
-    if kind in USERS or (issubclass(kind, USERS) and _compares_as(kind, USERS)):
+    if _compares_as(kind, (UserList, UserString)):
         return plain(value.data)
-    if isinstance(value, type({}.keys()) | type({}.items())):
+    if isinstance(value, MappingProxyType) or _compares_as(kind, (Mapping,)):
+        return plain(dict(value.items()))
+    if isinstance(value, type({}.keys()) | type({}.items())) or _compares_as(kind, (Set,)):
         return _joined("s", sorted(map(plain, value)))
-    if isinstance(value, MappingProxyType):
-        return plain(dict(value))
     if not _compares_as(kind, PLAIN):
         return _joined("?", [quote(kind.__name__)])
     if isinstance(value, NUMBERS):
@@ -56,7 +56,6 @@ def plain(value: Any) -> str:  # noqa: C901, PLR0911  (one line for each kind of
 
 
 NUMBERS = (int, float, complex, Decimal, Fraction)
-USERS = (UserList, UserDict, UserString)
 PLAIN = (*NUMBERS, str, bytes, bytearray, list, tuple, dict, OrderedDict, Counter, set, frozenset)
 
 
@@ -163,15 +162,18 @@ def make_recorder(set_up: Any, report: str, files: list[str]) -> Recorder:
     return Recorder(set_up(report, os.getcwd(), files), frozenset(files))  # noqa: PTH109
 
 
-def main(arguments: list[str]) -> None:
-    """Run pytest on the recorder's tests; the report has an end only if pytest comes to its end."""
+def main(arguments: list[str], is_open: bool) -> None:
+    """Run pytest on the recorder's tests; the report has an end only if pytest comes to its end.
+
+    Where assertions are open to values that equal everything, their classes are reported, too.
+    """
     import pytest
 
     Recorder.pytest_cmdline_main = pytest.hookimpl(tryfirst=True)(Recorder.pytest_cmdline_main)  # type: ignore[method-assign]
     RECORDER._tell("start")  # noqa: SLF001
     pytest.main(arguments, plugins=[RECORDER])
     RECORDER._tell("finish")  # noqa: SLF001
-    for name, places in always_equal_classes(os.getcwd()):  # noqa: PTH109
+    for name, places in always_equal_classes(os.getcwd()) if is_open else ():  # noqa: PTH109
         RECORDER._tell("always equal", name, "\n".join(places))  # noqa: SLF001
     RECORDER._tell("end")  # noqa: SLF001
     sys.stdout.flush()

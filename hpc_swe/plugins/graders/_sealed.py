@@ -105,6 +105,8 @@ class _Assertion:
     """An assertion of a test function, with the names that are known there."""
 
     test: str
+    definition: int
+    """Identity of the test function."""
     statement: ast.Assert | ast.Expr
     is_required: bool
     scope: Scope
@@ -200,7 +202,7 @@ class _Sealer:
         name = "::".join([*filter(None, owner.split(".")), test.name])
         me = test.args.args[0].arg if owner and test.args.args and not self.has_own else ""
         for statement, is_required in steps(test, scope):
-            one = _Assertion(name, statement, is_required, scope, me)
+            one = _Assertion(name, id(test), statement, is_required, scope, me)
             if one.place not in self.opened:
                 self.assertions.append(one)
 
@@ -274,6 +276,7 @@ class _Sealer:
         required: dict[str, set[int]] = {one.test: set() for one, _ in chosen}
         shared: dict[str, set[int]] = {one.test: set() for one, _ in chosen}
         changes: dict[int, tuple[ast.AST, str]] = {}
+        replaced = self._replaced()
         for one, choices in chosen:
             lines = []
             for condition, choice in choices:
@@ -284,7 +287,7 @@ class _Sealer:
                 numbers = range(begin, begin + len(given))
                 checks |= dict(zip(numbers, given, strict=True))
                 places |= dict.fromkeys(numbers, one.place)
-                if one.is_required and choice.is_complete:
+                if one.is_required and choice.is_complete and one.definition not in replaced:
                     (shared if choice.is_parameter else required)[one.test].update(numbers)
                 lines.append(self._record(choice, begin))
                 changes |= choice.changes(one.scope)
@@ -298,6 +301,19 @@ class _Sealer:
             assertions=self.total,
             sealed=sum(all(choice for _, choice in choices) for _, choices in chosen),
         )
+
+    def _replaced(self) -> set[int]:
+        """Return the test functions that another one of the same name may replace."""
+        branches = [node for node in ast.walk(self.source.tree) if isinstance(node, ast.If | ast.Try)]
+        optional = {id(node) for branch in branches for node in ast.walk(branch)}
+        found: dict[str, list[int]] = {}
+        for owner, test in functions(self.source.tree.body):
+            found.setdefault(f"{owner}.{test.name}", []).append(id(test))
+        return {
+            one
+            for same in found.values()
+            for one in (same if len(same) > 1 and optional.intersection(same) else same[:-1])
+        }
 
     def _record(self, choice: _Choice, begin: int) -> str:
         """Return the statement that records the value; a key is added to the number of the first cell."""

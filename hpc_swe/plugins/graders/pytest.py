@@ -38,8 +38,6 @@ class _Sitting:
     base: Base
     result: CommandResult
     report: TestReport
-    is_open: bool
-    """Whether some assertion compares in the sandbox."""
 
 
 class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
@@ -78,7 +76,9 @@ class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
         opened, remark = self._opened(task), ""
         base = base_of(task, self._modules(task, opened))
         found = base.collected(sandboxes)
-        if reference is not None:
+        if reference is None:
+            opened |= base.exam.opaque(base.report(sandboxes))
+        else:
             sitting = self._sit(task, apply(task, reference), opened, sandboxes)
             opened |= sitting.exam.opaque(sitting.report)
             remark = _compared(task, {*found}, {*sitting.report.collected})
@@ -118,7 +118,6 @@ class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
             base=base_of(task, modules),
             result=result,
             report=report,
-            is_open=any(one.sealed < one.assertions for one in modules.values()),
         )
 
     def _score(self, sitting: _Sitting, sandboxes: Sandboxes, seconds: float) -> Score:
@@ -160,7 +159,7 @@ def _naming(task: Task, wanted: set[str]) -> Task:
 def _always_equal(sitting: _Sitting, sandboxes: Sandboxes) -> list[str]:
     """Return classes of the patch whose values equal everything, where that could have passed a test."""
     found, touched = sitting.report.always_equal, sitting.exam.touched
-    if not sitting.is_open or not charges(found, {}, touched):
+    if not sitting.exam.is_open or not charges(found, {}, touched):
         return []
     return charges(found, sitting.base.report(sandboxes).always_equal, touched)[:3]
 
