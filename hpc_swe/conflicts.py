@@ -17,6 +17,10 @@ from hpc_swe.plugins.policies.base import DeltaPolicy, LossConfig
 from hpc_swe.settings import RunConfig
 
 MOST_STATUS_S = 300.0
+MOST_PASSES = 4
+"""Optimizer steps for a batch that old samples stand."""
+NARROW = 0.01
+"""Less than this the ratio of a sequence moves in one step of the weights only by chance."""
 _URL = re.compile(r"https?://[^/@?#\s]+(/[^@?#\s]+)?")
 
 
@@ -56,6 +60,26 @@ def of_new_runs(config: RunConfig) -> Iterator[str]:
                 f"[advantage] needs rewards of {lowest:g} or more, but found {' and '.join(lower)}; raise "
                 "that, or use the advantage grpo"
             )
+
+
+def doubts(config: RunConfig) -> Iterator[str]:
+    """Yield a message for each choice of a new run that seldom goes well with old samples."""
+    groups, optimizer, loss = config.groups, config.learner.optimizer, config.learner.loss
+    if config.mode != "grpo" or not groups.max_staleness:
+        return
+    if (passes := optimizer.epochs * optimizer.minibatches) > MOST_PASSES:
+        yield (
+            f"learner.optimizer.epochs * minibatches = {passes} optimizer steps for a batch, with samples up "
+            f"to {groups.max_staleness} steps older (groups.max_staleness): such runs have learnt and then "
+            f"fallen; take at most {MOST_PASSES}, halve learner.optimizer.lr, or set groups.max_staleness = 0"
+        )
+    clip = max(loss.sequence_clip_low, loss.sequence_clip_high)
+    if loss.objective == "gspo" and clip < NARROW:
+        yield (
+            f"learner.loss.objective = 'gspo' clips a sequence whose mean log-ratio exceeds {clip:g}: most "
+            f"of what older weights sampled; set groups.max_staleness = 0, or sequence_clip_low and "
+            f"sequence_clip_high to {NARROW:g} or more"
+        )
 
 
 def _wrong_batch_wait(config: RunConfig) -> Iterator[str]:
@@ -145,7 +169,13 @@ def _missing_for_hybrid(config: RunConfig) -> Iterator[str]:
 
 
 def _misplaced_bounds(config: RunConfig) -> Iterator[str]:
-    shaping, evals = config.shaping, config.eval
+    shaping, evals, groups = config.shaping, config.eval, config.groups
+    if 0 < groups.hard_max_staleness < groups.max_staleness:
+        yield (
+            f"groups.max_staleness = {groups.max_staleness} exceeds groups.hard_max_staleness = "
+            f"{groups.hard_max_staleness}: such old samples seldom teach anything; set the second to 0 to "
+            "train them all the same"
+        )
     if shaping.overlong_from > 0 and shaping.overlong_to <= shaping.overlong_from:
         yield (
             f"shaping.overlong_to = {shaping.overlong_to} must exceed shaping.overlong_from = "

@@ -36,7 +36,7 @@ METRICS = {
     "groups/all_solved": "share of finished groups that all of their episodes resolved",
     "groups/no_signal": "groups without signal before the last group of the batch",
     "groups/dropped_few": "groups dropped because fewer than two members were usable",
-    "groups/dropped_old": "groups dropped because a token was older than hard_max_staleness",
+    "groups/dropped_old": "groups dropped because a token was older than max_staleness allows",
     "groups/straggled": "groups closed by straggler_s: every unfinished member was worked on for longer",
     "groups/open": "groups dispatched and not yet consumed",
     "taskset/groups/*": "groups of one part of a mixture that the batch closed",

@@ -60,9 +60,10 @@ class GroupsConfig(Record, frozen=True, kw_only=True):
     groups_per_step: Positive = 8
     """Groups with signal in one training batch."""
     max_staleness: Natural = 1
-    """Batches that may be sampled ahead of the newest exported weights."""
-    hard_max_staleness: Natural = 0
-    """Groups with a token older than this many steps are dropped and counted; 0 is never."""
+    """Batches that may be sampled ahead of the newest exported weights. Groups with a token older than so
+    many steps are dropped and counted."""
+    hard_max_staleness: Natural = 8
+    """A net below `max_staleness`, which must not exceed it; 0 is none."""
     max_token_staleness: Natural = 0
     """Tokens older than this many steps are masked; 0 is never."""
     straggler_s: Duration = 14400.0

@@ -27,7 +27,8 @@ REDRAW_S = 2.0
 LINES = 7  # of errors; everything else fits above them on a screen of 40
 HEADLINES = (
     *("reward/mean", "solve/train", "solve/eval", "infra/eval", "evaluation", "groups/signal_rate"),
-    *("staleness/mean", "staleness/max", "rate/sampled_tokens", "episodes/turns", "episodes/infra_rate"),
+    *("staleness/mean", "staleness/max", "groups/dropped_old", "rate/sampled_tokens"),
+    *("episodes/turns", "episodes/infra_rate"),
     "batch/tokens",
 )
 """Curves and families of curves on the screen; TensorBoard has all."""

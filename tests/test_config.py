@@ -1,6 +1,7 @@
 """What a person sees who writes a TOML file wrongly."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from hpc_swe import config as configuration
 from hpc_swe import conflicts
 from hpc_swe.errors import ConfigError
 from hpc_swe.roles.learner.batch_source import PULSE_S, SILENT_PULSES
+from hpc_swe.runs import create
 
 GOOD = """
 model = "m"
@@ -104,6 +106,7 @@ def test_plugin_is_built_from_its_table(read):
         ("sampling.top_p=0.9", r"\[sampling\] training must sample the unchanged distribution"),
         ("sampling.temperature=0.7", r"\[sampling\] training must sample the unchanged distribution"),
         ("learner.export_every=5", r"groups.max_staleness = 1 .* set it to export_every - 1"),
+        ("groups.max_staleness=9", r"max_staleness = 9 exceeds groups.hard_max_staleness = 8"),
         ("groups.group_size=1", r"no baseline"),
         ('mode="eval"', r"\[eval.decodings\] is empty"),
         ('mode="sft"', r"objective"),
@@ -118,6 +121,29 @@ def test_plugin_is_built_from_its_table(read):
 def test_error_names_the_file_the_key_and_what_would_be_right(read, override, message):
     with pytest.raises(ConfigError, match=message):
         read(GOOD, override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "doubt"),
+    [
+        ([], ""),
+        (["learner.optimizer.epochs=2", "learner.optimizer.minibatches=2"], ""),
+        (["learner.optimizer.epochs=5"], r"epochs \* minibatches = 5 optimizer steps .* up to 1 steps older"),
+        (["learner.optimizer.epochs=3", "learner.optimizer.minibatches=3"], r"minibatches = 9 "),
+        (["learner.optimizer.epochs=5", "groups.max_staleness=0"], ""),
+        (
+            ['learner.loss.objective="gspo"'],
+            r"'gspo' clips .* exceeds 0.0004, .* set groups.max_staleness = 0",
+        ),
+        (['learner.loss.objective="gspo"', "groups.max_staleness=0"], ""),
+        (['learner.loss.objective="gspo"', "learner.loss.sequence_clip_high=0.02"], ""),
+    ],
+)
+def test_a_start_warns_of_what_old_samples_seldom_stand(read, caplog, overrides, doubt):
+    create.take(read(GOOD, *overrides, "tasks.train=2", "tasks.eval=2"))
+    found = [m for m in caplog.messages if "max_staleness" in m]
+    assert len(found) == bool(doubt)
+    assert all(re.search(doubt, message) for message in found)
 
 
 def test_each_fault_is_a_line_that_names_the_file_which_says_it(tmp_path, read):

@@ -30,7 +30,8 @@ VERSION = WeightVersion(incarnation=1, step=12)
 OLDER = WeightVersion(incarnation=1, step=11)
 CURVES = (
     *("reward/mean", "solve/train", "solve/eval/greedy", "solve/eval/sampled", "groups/signal_rate"),
-    *("staleness/mean", "staleness/max", "rate/sampled_tokens", "episodes/turns", "episodes/infra_rate"),
+    *("staleness/mean", "staleness/max", "groups/dropped_old", "rate/sampled_tokens"),
+    *("episodes/turns", "episodes/infra_rate"),
     *("batch/tokens", "length/finished_d0"),
 )
 

@@ -19,7 +19,7 @@ from hpc_swe.roles.coordinator.samples import EpisodeSamples, leaf_chains, train
 WHY = {
     "no_signal": "all advantages of its group are 0",
     "too_few": "fewer than two episodes of its group are usable",
-    "too_old": "a token of its group is older than groups.hard_max_staleness",
+    "too_old": "a token of its group is older than groups.max_staleness allows",
 }
 """Decision about a group -> why its episodes were not trained."""
 

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from hpc_swe import config as configuration
+from hpc_swe import conflicts
 from hpc_swe.errors import ConfigError, CorruptRecord, StorageError
 from hpc_swe.plugins import task_checks
 from hpc_swe.plugins.agents.base import ChecksTasks
@@ -261,6 +262,8 @@ def replace(new: Path, final: Path) -> None:
 
 def take(config: RunConfig) -> Taken:
     """Return what a new run works on; raise ConfigError if it is nothing, or if some cannot be used."""
+    for doubt in conflicts.doubts(config):
+        log.warning("%s", doubt)
     if conversations.is_source(config):
         return Taken({}, conversations.take(config))
     if (config.mode, config.sft.source) == ("sft", "episodes"):

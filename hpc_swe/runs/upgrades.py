@@ -56,6 +56,11 @@ CHANGES = (
         lambda config: config.shaping != ShapingConfig(),
     ),
     TrainingChange(
+        "limit of staleness",
+        "groups with a token more than groups.max_staleness steps older than their batch are dropped",
+        lambda config: config.mode == "grpo",
+    ),
+    TrainingChange(
         "evaluations by step",
         "evaluations are numbered by steps: one that is under way is dropped and not repeated. To keep it, "
         "let the old code finish it first",

@@ -44,6 +44,8 @@ from hpc_swe.store.spool import Spool
 from hpc_swe.store.task_history import RunHistory
 
 STEPS = 3
+NEVER_OLD = 99
+"""Steps of the weights that sample, unless a test says how many: no batch finds them too old."""
 CALL = ToolCall(name="view", arguments='{"path": "m.py"}')
 TASKS = ("ant", "bee", "cat", "dog")
 ALIKE = CurriculumConfig()
@@ -104,7 +106,7 @@ def reward(name: str) -> float:
     return float(hashlib.sha256(name.encode()).digest()[0] % 3 == 0)
 
 
-def result(request: RolloutRequest, value: float | None = 0.0, version=0) -> ScoredEpisode:
+def result(request: RolloutRequest, value: float | None = 0.0, version=NEVER_OLD) -> ScoredEpisode:
     """What the workers make of a request; None is an infrastructure failure."""
     ids = list(hashlib.sha256(request.name.encode()).digest()[: 3 + request.index])
     stamp = WeightVersion(step=version)
@@ -137,7 +139,7 @@ def result(request: RolloutRequest, value: float | None = 0.0, version=0) -> Sco
     return ScoredEpisode(episode=episode, score=Score(outcome=outcome, reward=value))
 
 
-def work(run, keep=lambda name: True, judge=reward, version=0) -> list[str]:
+def work(run, keep=lambda name: True, judge=reward, version=NEVER_OLD) -> list[str]:
     """All requests through rollout and reward."""
     names = []
     scored = Spool(run.scored, ScoredEpisode)

@@ -37,7 +37,7 @@ def of_batch(groups: Sequence[Group], batch_plan: BatchPlan) -> dict[str, float]
         "reward/trained_mean": _mean(_rewards(trained)),
         "solve/train": _solved(results),
         "solve/trained": _solved(trained),
-        "groups/signal_rate": _mean([decision.has_signal for _, decision in decided]),
+        "groups/signal_rate": _signal_rate([decision for _, decision in decided]),
         "groups/all_solved": _mean([_solved(group.results) == 1.0 for group in groups if group.results]),
         "groups/no_signal": kinds["no_signal"],
         "groups/dropped_few": kinds["too_few"],
@@ -62,7 +62,7 @@ def of_sources(
             decisions = [batch_plan.decisions[group.key[1]] for group in own]
             values[f"taskset/reward/{source}"] = _mean(_rewards(results))
             values[f"taskset/solve/{source}"] = _solved(results)
-            values[f"taskset/signal/{source}"] = _mean([d.has_signal for d in decisions])
+            values[f"taskset/signal/{source}"] = _signal_rate(decisions)
     return values
 
 
@@ -127,6 +127,11 @@ def of_collected(counts: Mapping[str, int]) -> dict[str, float]:
 
 def _rewards(results: Sequence[ScoredEpisode]) -> list[float]:
     return [scored.score.reward or 0.0 for scored in results]
+
+
+def _signal_rate(decisions: Sequence[GroupDecision]) -> float:
+    """Return the share of groups with signal among those that were not dropped for their age."""
+    return _mean([d.has_signal for d in decisions if d.status != "too_old"])
 
 
 def _solved(results: Sequence[ScoredEpisode]) -> float:

@@ -73,8 +73,8 @@ def decide(group: Group, step: int, settings: BatchSettings, weight: float = 1.0
 
     An episode that was too long is trained (``train``), counts for the baseline of its siblings only
     (``mask_loss``), or not at all (``drop_from_baseline``); an episode without a loss is in no denominator. A
-    group with a token over `hard_max_staleness` is dropped as a whole: its baseline is biased without its
-    longest member.
+    group with a token over `max_staleness` is dropped as a whole: its baseline is biased without its longest
+    member. It was dispatched for an earlier batch, which more groups with signal than expected have filled.
     """
     overlong, limits = settings.batches.overlong, settings.groups
     drops = overlong == "drop_from_baseline"
@@ -88,7 +88,8 @@ def decide(group: Group, step: int, settings: BatchSettings, weight: float = 1.0
             cut = make_samples(s.episode, weight * advantage, chains, step, limits.max_token_staleness)
             episodes.append(cut)
             has_signal |= cut.tokens > 0 and abs(by_reward) > NO_SIGNAL
-    if limits.hard_max_staleness and any((c.staleness > limits.hard_max_staleness).any() for c in episodes):
+    oldest = min(limits.max_staleness, limits.hard_max_staleness or limits.max_staleness)
+    if any((c.staleness > oldest).any() for c in episodes):
         return GroupDecision("too_old", [])
     if limits.resample and not has_signal:
         return GroupDecision("no_signal", [])
@@ -101,7 +102,11 @@ def plan_batch(
     step: int,
     groups_per_step: int,
 ) -> BatchPlan | None:
-    """Choose the groups of the batch that follows `state`; return None while one that it needs is open."""
+    """Choose the groups of the batch that follows `state`; return None while one that it needs is open.
+
+    Groups that were dropped for their age do not count in the rate of groups with signal: those that are too
+    many would otherwise lower it, so that even more are dispatched.
+    """
     decisions: dict[int, GroupDecision] = {}
     trained: list[int] = []
     group = state.next_group
@@ -112,7 +117,8 @@ def plan_batch(
         decisions[group] = decision
         trained += [group] if decision.status == "trained" else []
         group += 1
-    rate = (state.signal_rate * groups_per_step + len(trained)) / (groups_per_step + len(decisions))
+    judged = sum(decision.status != "too_old" for decision in decisions.values())
+    rate = (state.signal_rate * groups_per_step + len(trained)) / (groups_per_step + judged)
     after = CoordinatorState(next_group=group, signal_rate=rate)
     return BatchPlan(step, trained, sorted(decisions.keys() - set(trained)), decisions, after)
 

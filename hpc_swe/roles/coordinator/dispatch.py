@@ -9,8 +9,9 @@ when every lower-numbered group is closed. So the content of a batch depends on 
 order of arrival, and short episodes get no advantage. This also predicts the batch of a group that is not
 dispatched yet: closed groups count exactly, and open ones by the running share of groups with signal. A group
 is dispatched once its predicted batch is at most `max_staleness` ahead of the newest exported weights. Groups
-that turn out to have no signal lower the count, so their replacements are dispatched at once, and no finished
-group is ever discarded for its age.
+that turn out to have no signal lower the count, so their replacements are dispatched at once. When more
+groups than predicted have signal, those with the highest numbers would be trained later: `decide` drops what
+is older than `max_staleness` by then, so the limit holds however wrong the prediction was.
 """
 
 import hashlib

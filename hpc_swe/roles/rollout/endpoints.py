@@ -17,7 +17,9 @@ from hpc_swe.store import atomic, weights
 SUSPENSION_S = (1.0, 30.0)
 """First and longest suspension of a failing engine; each successive failure doubles it."""
 PATIENCE_S = 10.0
-"""So long after new weights are listed, new episodes wait for the engines that load them."""
+"""So long after new weights are listed, a new episode waits for the engine of its choice to load them."""
+LOADING_S = 60.0
+"""So long it waits for any engine to load them; what older weights sample may be too old for its batch."""
 
 log = logging.getLogger(__name__)
 
@@ -133,21 +135,25 @@ class Endpoints:
     def _choose(self, prefer: str, draw: float, *, is_patient: bool) -> Endpoint | None:
         """Return the engine to ask now; None if there is none, or if it is worth waiting for the one chosen.
 
-        While it waits, a request chooses by load alone, and always the same of equals by its `draw`: so
-        engines that load weights later than others get their share.
+        A patient request first chooses by load alone, and always the same of equals by its `draw`: so engines
+        that load weights later than others get their share. Then it prefers those with the newest weights.
         """
         serving, now = self._recent(), self._monotonic()
         serving = [e for e in serving if self._suspensions.get(e.owner, NOT_SUSPENDED).until <= now]
-        waits = is_patient and now - self._asleep_s < self._newest_since + PATIENCE_S
+        newest, listed_s = self._table.newest, now - self._asleep_s - self._newest_since
+        by_load = is_patient and listed_s < PATIENCE_S
 
-        def rank(e: Endpoint) -> tuple[bool, bool, int, float]:
+        def is_old(e: Endpoint) -> bool:
+            return e.updating or not weights.recent(e.versions, newest)
+
+        def rank(e: Endpoint) -> tuple[bool, bool, bool, int, float]:
             lot = random.Random(f"{draw} {e.owner}").random()  # hashes of tuples that end alike are not even
-            return e.owner != prefer, e.updating and not waits, self._busy[e.owner], lot
+            late, busy = not by_load, self._busy[e.owner]
+            return e.owner != prefer, late and is_old(e), late and e.updating, busy, lot
 
         found = min(serving, key=rank, default=None)
-        newest = self._table.newest
-        is_old = found is not None and (found.updating or not weights.recent(found.versions, newest))
-        return None if waits and is_old else found
+        waits = is_patient and listed_s < LOADING_S and found is not None and is_old(found)
+        return None if waits else found
 
     def _recent(self) -> list[Endpoint]:
         """Return the listed engines that are awake and whose weights are recent enough."""

@@ -127,6 +127,23 @@ def test_a_learner_that_lost_steps_gets_its_batches_again_before_new_ones(tmp_pa
     assert weights.newest(run) == WeightVersion(incarnation=1, step=6)
 
 
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_groups_that_fill_no_batch_in_time_are_dropped_and_counted(run, staleness):
+    """None of the first groups has a signal, so many are dispatched; then all have one."""
+    limits = msgspec.structs.replace(LIMITS, max_staleness=staleness)
+    maintenance, mode = make_maintenance(run), training(run, limits, steps=6)
+    for _ in range(60):
+        if not mode.iterate(maintenance.snapshot()).waits_for:
+            break
+        newest = weights.newest(run) or WeightVersion()
+        work(run, judge=lambda name: float(name > "train-000012" and name.endswith("1")), version=newest.step)
+        learn(run, 6)
+    manifests = [folders.manifest(run.batch(step), BatchManifest) for step in range(6)]
+    assert max(m.stats["staleness/max"] for m in manifests) <= staleness
+    assert sum(m.stats["groups/dropped_old"] for m in manifests) > 0
+    assert {m.stats["groups/signal_rate"] for m in manifests[1:]} == {1.0}
+
+
 def test_what_a_batch_holds_does_not_depend_on_who_is_quick(tmp_path):
     def with_late(run, late_groups):
         maintenance, mode = make_maintenance(run), training(run)

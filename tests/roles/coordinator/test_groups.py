@@ -204,26 +204,38 @@ def test_signal_is_judged_after_masking(overlong):
 
 def test_a_group_whose_tokens_are_all_too_old_has_no_signal():
     members = group(scored(1.0), scored(0.0, index=1))
-    assert decide(members, 5, batch_settings(groups={"max_token_staleness": 4})).status == "no_signal"
-    assert decide(members, 4, batch_settings(groups={"max_token_staleness": 4})).status == "trained"
+    limits = {"max_staleness": 5, "max_token_staleness": 4}
+    assert decide(members, 5, batch_settings(groups=limits)).status == "no_signal"
+    assert decide(members, 4, batch_settings(groups=limits)).status == "trained"
 
 
-def test_an_old_token_drops_no_group_unless_hard_max_says_so():
+@pytest.mark.parametrize(("limit", "net", "oldest"), [(0, 8, 0), (1, 8, 1), (3, 0, 3), (9, 8, 8)])
+def test_a_group_with_a_token_over_the_limit_is_dropped(limit, net, oldest):
     members = group(scored(1.0, step=1), scored(0.0, index=1, step=9))
-    assert decide(members, 9, batch_settings()).status == "trained"
-    assert decide(members, 9, batch_settings(groups={"hard_max_staleness": 8})).status == "trained"
-    assert decide(members, 10, batch_settings(groups={"hard_max_staleness": 8})).status == "too_old"
+    how = batch_settings(groups={"max_staleness": limit, "hard_max_staleness": net})
+    assert decide(members, 1 + oldest, how).status == "trained"
+    assert decide(members, 2 + oldest, how).status == "too_old"
 
 
-def test_one_old_turn_among_new_ones_drops_the_group_unless_it_is_masked():
+def test_groups_dropped_for_their_age_do_not_count_in_the_rate_of_signal():
+    """Else a surplus of groups with signal looks like a lack of them, and the next surplus is larger."""
+    signals = {g: GroupDecision("too_old" if g % 2 else "trained", []) for g in range(400)}
+    state = CoordinatorState()
+    for step in range(20):
+        state = plan_batch(signals.get, state, step, 2).after
+    assert state.signal_rate == 1.0
+
+
+def test_one_old_turn_among_new_ones_drops_the_group():
     mixed = episode([turn(None, [1], [10], step=1), turn(0, [2], [11, 12], step=9)])
     members = group(
         ScoredEpisode(episode=mixed, score=Score(outcome="resolved", reward=1.0)),
         scored(0.0, index=1, step=9),
     )
-    assert decide(members, 10, batch_settings(groups={"hard_max_staleness": 8})).status == "too_old"
-    assert decide(members, 9, batch_settings(groups={"hard_max_staleness": 8})).status == "trained"
-    decision = decide(members, 10, batch_settings(groups={"max_token_staleness": 8}))
+    assert decide(members, 10, batch_settings(groups={"max_staleness": 8})).status == "too_old"
+    assert decide(members, 9, batch_settings(groups={"max_staleness": 8})).status == "trained"
+    limits = {"max_staleness": 9, "hard_max_staleness": 0, "max_token_staleness": 8}
+    decision = decide(members, 10, batch_settings(groups=limits))
     assert (decision.status, [c.stale for c in decision.episodes]) == ("trained", [1, 0])
 
 
@@ -324,7 +336,7 @@ def test_curves_count_every_finished_group_and_the_trained_apart():
         group(scored(0.0, group=1), scored(0.0, group=1, index=1), number=1),
         group(scored(1.0, group=2), scored(0.0, group=2, index=1), number=2),
     ]
-    how = batch_settings()
+    how = batch_settings(groups={"max_staleness": 3})
     made = plan_batch(lambda g: decide(groups[g], 3, how), CoordinatorState(), 3, 2)
     metrics = of_batch(groups, made)
     assert metrics["solve/train"] == pytest.approx(1 / 3)

@@ -42,6 +42,7 @@ from hpc_swe.store.spool import Spool
 from tests.kit import crash
 from tests.kit.coordinator_kit import (
     HELD_OUT,
+    NEVER_OLD,
     STEPS,
     Clock,
     export,
@@ -89,7 +90,7 @@ def test_an_evaluation_makes_one_table_of_all_samples_and_ends(run):
         (task, index, "plain" if index < 2 else "greedy") for task in "xy" for index in range(4)
     ]
     assert [r["outcome"] for r in rows] == ["resolved", *["unresolved"] * 3] * 2
-    assert rows[0]["versions"] == ["v000000-i00"]
+    assert rows[0]["versions"] == [f"v0000{NEVER_OLD}-i00"]
     assert rows[0]["messages"][1]["tool_calls"] == [{"name": "view", "arguments": '{"path": "m.py"}'}]
     whole = msgspec.msgpack.decode(rows[0]["record"], type=ScoredEpisode)
     assert whole == result(whole.episode.request, 1.0)
@@ -168,7 +169,7 @@ def test_training_evaluates_every_so_many_steps_and_at_the_end(run):
     finish(run, every=2, eval_tasks=("x", "y", "z"))
     assert sorted(path.name for path in run.evals.iterdir()) == ["step_000000.parquet", "step_000002.parquet"]
     newest = {version for row in table(run, "step_000002") for version in row["versions"]}
-    assert newest == {"v000000-i00"}  # what the fake workers stamp
+    assert newest == {f"v0000{NEVER_OLD}-i00"}  # what the fake workers stamp
 
 
 def test_the_last_evaluation_is_made_though_the_learner_ended_in_another(run):

@@ -7,7 +7,7 @@ import pytest
 
 from hpc_swe.errors import EngineError, NoAnswer
 from hpc_swe.records import Endpoint, EndpointTable, WeightVersion
-from hpc_swe.roles.rollout.endpoints import PATIENCE_S, Endpoints
+from hpc_swe.roles.rollout.endpoints import LOADING_S, PATIENCE_S, Endpoints
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic
 from tests.kit.coordinator_kit import Clock
@@ -121,12 +121,23 @@ class Ticking(Clock):
     [
         ({"a": [OLD]}, "", 5.0, [NEW]),
         ({"a": [OLD, NEW]}, "", 5.0, [NEW]),
+        ({"a": [OLD, NEW]}, "", 3 * PATIENCE_S, [NEW]),
         ({"a": [NEW]}, "", 1e9, [NEW]),
         ({"a": [OLD, NEW]}, "a", 5.0, [OLD, NEW]),
         ({"a": [OLD]}, "", 1e9, [OLD]),
         ({"a": [OLD, NEW], "b": [OLD]}, "", 1e9, [OLD]),
+        ({"a": [OLD], "b": [NEW], "c": [OLD]}, "", 1e9, [NEW]),
     ],
-    ids=["not begun", "loading", "loaded", "a later turn", "refused for good", "rather one that answers"],
+    ids=[
+        "not begun",
+        "loading",
+        "loading for long",
+        "loaded",
+        "a later turn",
+        "refused for good",
+        "rather one that answers",
+        "rather one that is not behind",
+    ],
 )
 def test_a_new_episode_waits_a_while_for_the_newest_weights(
     tmp_path: Path, listed: dict, prefer: str, loaded_at_s: float, begins_with: list[WeightVersion]
@@ -137,7 +148,7 @@ def test_a_new_episode_waits_a_while_for_the_newest_weights(
     endpoints = Endpoints(run, max_lag=2, fresh_s=0.0, monotonic=clock)
     with endpoints.take(prefer, 600.0) as endpoint:
         assert endpoint.versions == begins_with
-    assert clock.now < 2 * PATIENCE_S
+    assert clock.now < LOADING_S + PATIENCE_S
     before = clock.now
     with endpoints.take(prefer, 600.0) as endpoint:
         assert endpoint.versions == begins_with
