@@ -102,8 +102,9 @@ class BatchesConfig(Record, frozen=True, kw_only=True):
     """How an episode counts that its turns or its context cut off: fully; in the baseline but not in the
     loss; not at all. One that used up the time of its tools is always trained: a policy could wait on
     purpose."""
-    train_chains: Literal["main", "all"] = "main"
-    """Train the agent's main conversation only, or its side conversations too."""
+    train_chains: Literal["main", "tools", "all"] = "main"
+    """Train the agent's main conversation only; all conversations that show its tools, for an agent that
+    rewrites its history; or its side conversations too."""
     microbatch_tokens: Positive = 4096
     """Maximum tokens of one forward; longer samples are refused."""
 

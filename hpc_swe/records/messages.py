@@ -141,6 +141,8 @@ class Turn(Record, frozen=True, kw_only=True):
     seconds: float
     routing: Routing = b""
     """Of the parent's last token and of this turn's tokens but the last; empty: the engine did not say."""
+    tools: str = ""
+    """Digest of the tools that the prompt shows; empty when it shows none."""
 
     @property
     def completion(self) -> IdArray:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from hpc_swe import records
 from hpc_swe.records import Episode, Sample, Turn
 
-Chains = Literal["main", "all"]
+Chains = Literal["main", "tools", "all"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ def _routed_tokens(turn: Turn) -> int:
 def trained_turns(turns: Sequence[Turn], chains: Chains, main: int = -1) -> list[int]:
     """Return the turns with a loss; `main` is the first turn of the chain that ``main`` trains.
 
-    When it is negative, that is the first chain with more than one turn, or else the first chain.
+    When it is negative, that is the first chain with more than one turn, or else the first chain. With
+    ``tools`` all chains that show the tools of this one are trained: those of a history that was rewritten.
     """
     root: list[int] = []
     for index, turn in enumerate(turns):
@@ -91,10 +92,16 @@ def trained_turns(turns: Sequence[Turn], chains: Chains, main: int = -1) -> list
     sizes = Counter(root[index] for index in delivered)
     if main < 0:
         main = min(sizes, key=lambda chain: (sizes[chain] == 1, chain), default=-1)
+    shown = turns[main].tools if chains == "tools" and delivered else ""
+    own = {
+        chain
+        for chain in sizes
+        if chains == "all" or chain == main or (shown and turns[chain].tools == shown)
+    }
     return [
         index
         for index in delivered
-        if (index in extended or last[root[index]] == index) and (chains == "all" or root[index] == main)
+        if (index in extended or last[root[index]] == index) and root[index] in own
     ]
 
 

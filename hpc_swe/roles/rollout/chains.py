@@ -25,7 +25,8 @@ class ChainPlace:
     """Messages that are in no turn's prompt yet: all of them when a chain starts."""
     key: bytes
     """Digest of the request's whole history and tools."""
-    shows_tools: bool = False
+    tools: str = ""
+    """Digest of the tools that the request shows; empty when it shows none."""
 
 
 class Chains:
@@ -46,8 +47,9 @@ class Chains:
         start = answers[-1] + 1 if answers else 0
         known = _fold(blake2b(tools.encode(), digest_size=16).digest(), digests[:start])
         key = _fold(known, digests[start:])
+        shown = blake2b(tools.encode(), digest_size=4).hexdigest() if tools else ""
         parent = self._ends.get(known) if start < len(messages) else None
-        return ChainPlace(parent, list(messages if parent is None else messages[start:]), key, bool(tools))
+        return ChainPlace(parent, list(messages if parent is None else messages[start:]), key, shown)
 
     def prefix(self, parent: int | None) -> list[Ids]:
         """Return all ids up to the end of a turn, in order, in pieces."""
@@ -76,7 +78,7 @@ class Chains:
         """Mark a reply as delivered, so that later requests may extend its turn."""
         self.turns[index] = msgspec.structs.replace(self.turns[index], delivered=True)
         self._ends[_fold(place.key, [_digest(reply)])] = index
-        self._with_tools |= {index} if place.shows_tools else set()
+        self._with_tools |= {index} if place.tools else set()
 
     def retract(self, index: int) -> None:
         """Mark a reply as not delivered, so that no request extends its turn."""

@@ -116,7 +116,7 @@ class Recorder:
             known = max(0, sum(map(len, prefix)) // 4 - 1)
             sampled = self._sampler.sample(prompt, sampling, engine, known, self._count_answer)
         seconds = time.monotonic() - started
-        index = self._keep(place.parent, appended, sampling, sampled, seconds)
+        index = self._keep(place, appended, sampling, sampled, seconds)
         cut = sampled.finish_reason == "length"
         reply = self._builder.reply(sampled.token_ids, truncated=cut, tools=tools)
         self.counts["parse_errors"] += bool(reply.parse_error)
@@ -265,10 +265,10 @@ class Recorder:
         return replace(self._sampling, max_tokens=min(room, self._sampling.max_tokens))
 
     def _keep(
-        self, parent: int | None, appended: bytes, sampling: Sampling, sampled: Sampled, seconds: float
+        self, place: ChainPlace, appended: bytes, sampling: Sampling, sampled: Sampled, seconds: float
     ) -> int:
         turn = Turn(
-            parent=parent,
+            parent=place.parent,
             appended_ids=appended,
             completion_ids=ids(sampled.token_ids),
             logprobs=floats(sampled.logprobs),
@@ -279,6 +279,7 @@ class Recorder:
             delivered=False,
             seconds=seconds,
             routing=sampled.routing,
+            tools=place.tools,
         )
         with self._lock:
             self.counts["continued"] += sampled.continued

@@ -143,7 +143,7 @@ def trees(draw):
     return turns
 
 
-@given(trees(), st.sampled_from(["main", "all"]))
+@given(trees(), st.sampled_from(["main", "tools", "all"]))
 def test_every_sampled_token_of_a_trained_turn_is_trained_exactly_once(turns, chains):
     trained = trained_turns(turns, chains)
     made = make_samples(episode(turns), 1.0, chains, 0, 0)
@@ -163,6 +163,19 @@ def test_no_sample_is_a_part_of_another(turns):
     ends = [path[-1] for path in paths]
     assert len(set(ends)) == len(ends)
     assert not any(end in path[:-1] for end in ends for path in paths)
+
+
+def test_chains_of_a_rewritten_history_show_the_tools_of_the_main_one():
+    shown = ["", "aa", "aa", "aa", "bb", "aa"]
+    parents = [None, None, 1, None, None, 3]
+    turns = [
+        msgspec.structs.replace(turn(parent, [1], [10 + index]), tools=tools)
+        for index, (parent, tools) in enumerate(zip(parents, shown, strict=True))
+    ]
+    assert trained_turns(turns, "main", 1) == [1, 2]
+    assert trained_turns(turns, "tools", 1) == [1, 2, 3, 5]
+    assert trained_turns(turns, "tools", 0) == [0], "an agent without tools has no other chains of its own"
+    assert trained_turns([], "tools") == []
 
 
 def test_an_engine_that_answers_wrongly_is_found_out():

@@ -369,7 +369,9 @@ def test_a_changed_history_starts_a_chain(run: RunDir, builder: TokenBuilder) ->
     on.recorder([Message(role="user", content="A title, please.")])
     on.recorder([*history, tool("z")])
     on.recorder([*history, tool("z")], tools="[]")
-    assert [turn.parent for turn in on.recorder.close("")] == [None, 0, None, None, None, 1, None]
+    turns = on.recorder.close("")
+    assert [turn.parent for turn in turns] == [None, 0, None, None, None, 1, None]
+    assert [bool(turn.tools) for turn in turns] == [False] * 6 + [True]
     assert on.recorder.counts["chains"] == 5
 
 
