@@ -29,7 +29,6 @@ HEADLINES = (
     *("reward/mean", "solve/train", "solve/eval", "infra/eval", "evaluation", "groups/signal_rate"),
     *("staleness/mean", "staleness/max", "groups/dropped_old", "rate/sampled_tokens"),
     *("episodes/turns", "episodes/infra_rate"),
-    "batch/tokens",
 )
 """Curves and families of curves on the screen; TensorBoard has all."""
 MEANINGS = {

@@ -133,7 +133,7 @@ def test_error_names_the_file_the_key_and_what_would_be_right(read, override, me
         (["learner.optimizer.epochs=5", "groups.max_staleness=0"], ""),
         (
             ['learner.loss.objective="gspo"'],
-            r"'gspo' clips .* exceeds 0.0004, .* set groups.max_staleness = 0",
+            r"'gspo' clips .* exceeds 0.0004: .* set groups.max_staleness = 0",
         ),
         (['learner.loss.objective="gspo"', "groups.max_staleness=0"], ""),
         (['learner.loss.objective="gspo"', "learner.loss.sequence_clip_high=0.02"], ""),

@@ -32,7 +32,7 @@ CURVES = (
     *("reward/mean", "solve/train", "solve/eval/greedy", "solve/eval/sampled", "groups/signal_rate"),
     *("staleness/mean", "staleness/max", "groups/dropped_old", "rate/sampled_tokens"),
     *("episodes/turns", "episodes/infra_rate"),
-    *("batch/tokens", "length/finished_d0"),
+    "length/finished_d0",
 )
 
 

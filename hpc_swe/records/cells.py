@@ -47,6 +47,8 @@ class Node(Record, frozen=True, kw_only=True):
     """Iterations of the main loop."""
     steps: list[int] = []
     """Answers of engines and opened sandboxes so far, of each claim; one that is worked on grows."""
+    refusals: int = 0
+    """Refusals of new weights since this engine loaded the newest, over its restarts."""
     trouble: str = ""
     """Why this process does less than it should, or what alarms it, for people; empty while all is well."""
 

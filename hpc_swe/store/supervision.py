@@ -66,6 +66,8 @@ class Verdict(Record, frozen=True, kw_only=True):
         """Describe the verdict for people; empty when the run has made progress since, or had no verdict."""
         if not (self.tries or self.gave_up or self.ignored):
             return ""
+        if not self.processes:
+            return f"given up: {self.reason}"
         names = [str(RunDir(Path()).stack(self.number, each.owner)) for each in self.processes]
         done = f"given up after {self.tries} restarts" if self.gave_up else f"restart {self.tries} of {tries}"
         if self.ignored:

@@ -44,6 +44,19 @@ class RunSnapshot:
         states = ("ready", "updating", "sleeping")
         return [node for node in self.nodes if node.role == "inference" and node.state in states and node.url]
 
+    @property
+    def refusals(self) -> int:
+        """Return how often in a row each engine, at least, has refused new weights."""
+        return min((node.refusals for node in self.nodes if node.role == "inference"), default=0)
+
+    @property
+    def why_refused(self) -> str:
+        """Say that every engine refuses new weights, and why; empty when one does not."""
+        why = "; ".join(dict.fromkeys(n.trouble for n in self.nodes if n.role == "inference" and n.trouble))
+        return f"every engine refuses new weights, {self.refusals} times in a row: {why}" * bool(
+            self.refusals
+        )
+
     @cached_property
     def worked_s(self) -> dict[str, float]:
         """Map the requests that a rollout worker has, and that have no result yet, to seconds of work.

@@ -24,6 +24,8 @@ from hpc_swe.store.supervision import ClockMemory, Clocks, RunPart, StuckProcess
 
 KEPT_VERDICTS = 20  # stacks of older ones are deleted
 LAST_STACKS_S = 180.0  # the longest wait for the keepers of a verdict that gives up, before the order to stop
+MOST_REFUSALS = 4  # one more than those after which a supervisor starts its engine anew
+REFUSED_S = 240.0  # every engine refuses new weights for so long, and more than once
 SPOOL_OF: dict[Role, str] = {"rollout": "requests", "reward": "episodes"}
 
 log = logging.getLogger(__name__)
@@ -114,6 +116,8 @@ class Supervision:
     _due: float = field(default=float("-inf"), init=False)
     _results: set[str] | None = field(default=None, init=False)
     _stop_at: float = field(default=0.0, init=False)
+    _refused_since: float | None = field(default=None, init=False)
+    """Since when every engine refuses new weights."""
 
     def __post_init__(self) -> None:
         self._verdict = supervision.read(self.run)
@@ -134,14 +138,34 @@ class Supervision:
     def look(self, snapshot: RunSnapshot, progress: Progress) -> None:
         """Look at the run if a look is due.
 
-        When a part is stuck after all its tries, order the run to stop and raise StuckRun. Raise StorageError
-        when the verdict cannot be written.
+        When a part is stuck after all its tries, or every engine refuses new weights, order the run to stop
+        and raise StuckRun. Raise StorageError when the verdict cannot be written.
         """
+        if not self._verdict.gave_up and self._is_refused(snapshot):
+            self._give_up(snapshot.why_refused)
         if self._verdict.gave_up:
             self._stop(snapshot)
         elif self.config.stuck_s and snapshot.now >= self._due:
             self._due = snapshot.now + self.beat_s
             self._look(snapshot, progress)
+
+    def _is_refused(self, snapshot: RunSnapshot) -> bool:
+        """Tell whether every engine refuses new weights so often in a row that none will ever load any."""
+        if not snapshot.refusals:
+            self._refused_since = None
+            return False
+        if self._refused_since is None:
+            self._refused_since = snapshot.now
+        is_late = snapshot.refusals > 1 and snapshot.now - self._refused_since >= REFUSED_S
+        return is_late or snapshot.refusals >= MOST_REFUSALS
+
+    def _give_up(self, reason: str) -> None:
+        """Publish a verdict that ends the run; it names no process, since none is stuck."""
+        number = self._verdict.number + 1
+        verdict = supervision.Verdict(number=number, role="inference", reason=reason, gave_up=True)
+        supervision.publish(self.run, verdict)
+        self._verdict = verdict
+        log.error("%s", verdict.message(self.config.tries))
 
     def _stop(self, snapshot: RunSnapshot) -> None:
         """Stop the run once the keepers have ended the stuck processes, or at once after a restart.

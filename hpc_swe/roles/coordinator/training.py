@@ -222,6 +222,8 @@ class Training:
             return ""
         if self.step >= min(self._end, snapshot.learner_step + AHEAD + 1):
             return f"the learner: step {snapshot.learner_step} of {self._end}"
+        if snapshot.refusals:
+            return f"{snapshot.newest.name}: {snapshot.why_refused}"
         number = self.state.next_group
         while (group := self._ledger.groups.get(("train", number))) and not group.is_open:
             number += 1

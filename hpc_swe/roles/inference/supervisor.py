@@ -35,6 +35,7 @@ from hpc_swe.processes import Flag, free_port
 from hpc_swe.records import WeightManifest, WeightVersion
 from hpc_swe.roles.inference.child import Child
 from hpc_swe.roles.inference.liveness import LivenessMonitor
+from hpc_swe.roles.inference.refusals import Refusals
 from hpc_swe.roles.inference.served import ExternalEngine, OwnEngine, ServedEngine
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import InferenceConfig, LeaseConfig
@@ -43,7 +44,8 @@ from hpc_swe.store.lease import Lease, Watcher
 
 QUIET_S = 300.0  # after so long without a failure, restarts are counted from 0 again
 LOOK_S = 0.5  # between two checks of an engine while a version is verified or loaded
-MAX_REFUSALS = 3  # successive refused versions after which the engine, not the weights, is blamed
+MAX_REFUSALS = 3  # successive refusals after which the engine, not the weights, is blamed
+RETRY_POLLS = 20  # after so many looks the newest weights, which were refused, are tried again
 
 T = TypeVar("T")
 
@@ -73,9 +75,7 @@ class Supervisor:
     """What the engine serves."""
     _since: float = field(default=float("inf"), init=False)
     """When the engine began to serve."""
-    _refused: set[WeightVersion] = field(default_factory=set, init=False)
-    _refusals: int = field(default=0, init=False)
-    """Refusals since the last version that was loaded."""
+    _refused: Refusals = field(init=False)
     _loading: frozenset[WeightVersion] = field(default=frozenset(), init=False)
     """Versions that the engine is loading now, a delta with those that it builds on."""
     _lost: frozenset[WeightVersion] = field(default=frozenset(), init=False)
@@ -84,6 +84,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self._serving = Weights(WeightVersion(), self.model)
+        self._refused = Refusals(RETRY_POLLS * self.config.poll_s)
         self._watcher = Watcher(self.run, self.leases.beat_s, self.leases.ttl_s)
 
     def serve(self) -> None:
@@ -120,8 +121,11 @@ class Supervisor:
         try:
             if self._is_healthy_in_time(served):
                 self._load(served, wanted)
-                changes = {} if self._refused else {"trouble": ""}
-                self._show(state="ready", url=served.url, versions=[wanted.version], reading="", **changes)
+                changes: dict[str, object] = {} if self._refused else {"trouble": ""}
+                if self._wanted() in (None, wanted.version):
+                    self._refused.end(wanted.version)
+                changes |= {"url": served.url, "refusals": self._refused.in_row}
+                self._show(state="ready", versions=[wanted.version], reading="", **changes)
                 log.info("serving %s at %s", wanted.version.name, served.url)
                 self._since = time.monotonic()
                 with LivenessMonitor(is_alive, self.config.hang_s) as monitor:
@@ -208,13 +212,12 @@ class Supervisor:
 
     def _is_healthy_in_time(self, served: ServedEngine) -> bool:
         """Wait until the engine is healthy; return False when the supervisor must end meanwhile."""
-        deadline = time.monotonic() + self.config.start_timeout_s
+        timeout_s = self.config.start_timeout_s
+        deadline = time.monotonic() + timeout_s
         while not self.engine.is_healthy(served.url):
             served.require_starting()
             if time.monotonic() > deadline:
-                raise EngineError(
-                    f"no health at {served.url} in {self.config.start_timeout_s:g} s; {served.remedy}"
-                )
+                raise EngineError(f"no health at {served.url} in {timeout_s:g} s; {served.remedy}")
             if self._stopping.wait(0.25) or self._must_end():
                 return False
         return True
@@ -222,11 +225,9 @@ class Supervisor:
     def _load(self, served: ServedEngine, wanted: Weights) -> None:
         try:
             served.load(wanted)
-        except (NoAnswer, Overdue):
-            raise
-        except EngineError:
-            if self.engine.is_healthy(served.url):  # a death of the engine is no fault of the version
-                self._refused.add(wanted.version)  # the next start loads the version before
+        except EngineError as error:  # one that died or hangs says nothing about the version
+            if not isinstance(error, NoAnswer | Overdue) and self.engine.is_healthy(served.url):
+                self._refused.note(wanted.version)  # the next start loads the version before
             raise
 
     def _follow(self, served: ServedEngine, monitor: LivenessMonitor) -> None:
@@ -241,7 +242,7 @@ class Supervisor:
             try:
                 wanted = self._wanted()
                 if wanted and weights.by_step(wanted) > weights.by_step(self._serving.version):
-                    if wanted not in self._refused:
+                    if self._refused.may_try(wanted, self._since):
                         self._update(served, wanted, monitor)
                     if wanted in self._refused:  # each time, because a write may fail
                         weights.report_refused(self.run, wanted)
@@ -304,18 +305,23 @@ class Supervisor:
         except CancelledError:
             return
         except BrokenChain as error:
-            self._refused.add(version)  # this says nothing about the engine, and is not counted against it
-            serving = self._serving.version.name
-            self._complain(f"passed over {version.name}, serving {serving} until a full snapshot: {error}")
+            self._refused.pass_over(version)  # this says nothing about the engine, and is not counted
+            serving = f"serving {self._serving.version.name} until a full snapshot"
+            self._complain(f"passed over {version.name}, {serving}: {error}")
         except (NoAnswer, Overdue):
             raise  # the version is at fault only if this happens again
         except (EngineError, CorruptRecord) as error:
             self._refuse(served, version, error)
         else:
-            self._serving, self._refusals, self._lost = wanted, 0, frozenset()
-            self.lease.update(trouble="")
-            verify_s, swap_s = verified - began, time.monotonic() - verified
-            log.info("updated to %s: verified in %.2f s, swapped in %.2f s", version.name, verify_s, swap_s)
+            self._serving, self._lost = wanted, frozenset()
+            self._refused.end(version)
+            self.lease.update(trouble="", refusals=0)
+            log.info(
+                "updated to %s: verified in %.2f s, swapped in %.2f s",
+                version.name,
+                verified - began,
+                time.monotonic() - verified,
+            )
         self._show(state="ready", reading="", versions=[self._serving.version])
 
     def _run_watched(self, work: Callable[[], T], *checks: Callable[[], None]) -> T:
@@ -335,28 +341,26 @@ class Supervisor:
         """Keep serving the previous weights after an error about `version`, unless the engine is to blame."""
         if not self.engine.is_healthy(served.url):  # a death of the engine is no fault of the version
             raise EngineError(f"the engine died while {version.name} was loaded: {error}") from error
-        self._refused.add(version)
-        self._refusals += 1
+        self._refused.note(version)
         self._complain(f"refused {version.name}, serving {self._serving.version.name}: {error}")
-        if self._refusals >= MAX_REFUSALS:
-            self._refused.clear()
-            self._refusals, self._loading = 0, frozenset()  # this loss is not the version's
-            raise EngineError(
-                f"{MAX_REFUSALS} versions in a row were refused, the last since {error}"
-            ) from error
+        if not self._refused.in_row % MAX_REFUSALS:
+            self._refused.forgive()
+            self._loading = frozenset()  # this loss is not the version's
+            why = f"weights were refused {self._refused.in_row} times in a row, the last since {error}"
+            raise EngineError(why) from error
 
     def _note_loss(self) -> None:
         """Refuse a version if two engines in a row were lost while they loaded it, or what it builds on."""
         if self._loading & self._lost:
             version = max(self._loading)
-            self._refused.add(version)
+            self._refused.pass_over(version, refusals=2)
             self._complain(f"refused {version.name}: two engines in a row were lost while they loaded it")
         self._lost, self._loading = self._loading or self._lost, frozenset()
 
     def _complain(self, why: str) -> None:
         """Say in the log and in the cell why newer weights are not served."""
         log.error("%s", why)
-        self._show(trouble=why)
+        self._show(trouble=why, refusals=self._refused.in_row)
 
     def _show(self, **changes: object) -> None:
         """Publish what the engine does; where the file system refuses that, the next beat shows it."""
@@ -386,10 +390,8 @@ class Supervisor:
         try:
             return free_port(self.host, self.config.port)
         except OSError as error:
-            raise ConfigError(
-                f"[inference] port = {self.config.port}: {self.host} refuses: {error.strerror}; "
-                "name a free port, or 0"
-            ) from error
+            why = f"{self.host} refuses: {error.strerror}; name a free port, or 0"
+            raise ConfigError(f"[inference] port = {self.config.port}: {why}") from error
 
 
 def _sleeping(engine: Engine) -> Sleeping:

@@ -373,6 +373,15 @@ def test_without_space_nothing_is_dispatched(run):
     assert names(run) == []
 
 
+def test_the_status_says_that_every_engine_refuses_new_weights(run):
+    why = "refused v000001-i00, serving v000000-i00: no head"
+    shown = {"state": "ready", "url": "http://e", "refusals": 2, "trouble": why}
+    known = {"owner": "inference-1-0000beef", "role": "inference", "host": "h", "pid": 1}
+    atomic.put(run.node(known["owner"]), Node(**known, **shown, beat=1))
+    waits_for = training(run).iterate(make_maintenance(run).snapshot()).waits_for
+    assert waits_for == f"v000000-i00: every engine refuses new weights, 2 times in a row: {why}"
+
+
 def test_group_numbers_go_on_after_a_restart(run):
     maintenance, mode = make_maintenance(run), training(run)
     while not batches.published_steps(run):

@@ -6,7 +6,13 @@ import pytest
 from hpc_swe.errors import StuckRun
 from hpc_swe.records import Node, WeightVersion
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
-from hpc_swe.roles.coordinator.supervision import KEPT_VERDICTS, LAST_STACKS_S, Supervision, parts
+from hpc_swe.roles.coordinator.supervision import (
+    KEPT_VERDICTS,
+    LAST_STACKS_S,
+    REFUSED_S,
+    Supervision,
+    parts,
+)
 from hpc_swe.rundir import SPOOLS
 from hpc_swe.settings import SupervisionConfig
 from hpc_swe.store import atomic, supervision
@@ -207,6 +213,45 @@ def test_a_verdict_that_no_keeper_obeys_is_no_restart(run):
     assert "its keeper, jobs.run on h, was asked 1 times and did not end it" in story.verdict.message(1)
     with pytest.raises(StuckRun, match="was asked 2 times"):
         story.live(1000)
+
+
+def refusing(*counts: int, now: float = 0.0):
+    engines = [
+        node("inference", owner=f"inference-{n}-aa", refusals=count, trouble="refused v000002-i00: no head")
+        for n, count in enumerate(counts)
+    ]
+    return snapshot(*engines, now=now, newest=V2)
+
+
+@pytest.mark.parametrize(
+    ("looks", "ends"),
+    [
+        ([(0.0, (1,)), (20.0, (2,)), (40.0, (3,)), (100.0, (4,))], True),
+        ([(0.0, (1,)), (20.0, (2,)), (REFUSED_S + 1, (2,))], True),
+        ([(0.0, (1,)), (REFUSED_S + 1, (1,))], False),
+        ([(0.0, (2,)), (100.0, (0,)), (200.0, (2,)), (REFUSED_S + 1, (2,))], False),
+        ([(0.0, (9, 0)), (REFUSED_S + 1, (9, 0))], False),
+        ([(0.0, (9, 1)), (20.0, (9, 4))], True),
+    ],
+    ids=["often", "for long", "once", "loaded in between", "another engine loads", "both"],
+)
+@pytest.mark.parametrize("stuck_s", [0.0, 100.0])
+def test_a_run_whose_every_engine_refuses_all_weights_ends(run, looks, ends, stuck_s):
+    lease, config = Lease(run, "coordinator", "1", 1.0), SupervisionConfig(stuck_s=stuck_s)
+    watcher = Supervision(lease, run, config, dict.fromkeys(ROLES, 1e9), ROLES, 10, 10.0)
+    for now, counts in looks[:-1]:
+        watcher.look(refusing(*counts, now=now), Progress("results", 1, {}, []))
+    assert not run.stop.exists()
+    now, counts = looks[-1]
+    last = refusing(*counts, now=now)
+    if ends:
+        with pytest.raises(
+            StuckRun, match="given up: every engine refuses new weights, . times in a row: .*head"
+        ):
+            watcher.look(last, Progress("results", 1, {}, []))
+    else:
+        watcher.look(last, Progress("results", 1, {}, []))
+    assert (run.stop.exists(), supervision.read(run).gave_up) == (ends, ends)
 
 
 def test_the_cell_that_every_keeper_reads_does_not_grow_with_the_workers(run):
