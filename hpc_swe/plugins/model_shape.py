@@ -20,6 +20,9 @@ NEEDED = (
 )
 
 
+OF_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok")
+
+
 @dataclass(frozen=True)
 class Parameters:
     """Count a model's parameters by how tensor parallelism divides them."""
@@ -178,8 +181,9 @@ def _refuse_unknown(path: Path, config: dict[str, Any]) -> None:
     kind = config.get("model_type")
     if kind not in KNOWN:
         raise ConfigError(f"model: {path} has model_type {kind!r}; supported: {', '.join(KNOWN)}")
-    width = "moe_intermediate_size" if _experts(config) else "intermediate_size"
-    if missing := [key for key in (*NEEDED, width) if config.get(key) is None]:
+    needed = [*NEEDED, *(OF_EXPERTS if _experts(config) else ("intermediate_size",))]
+    needed += ["head_dim"] if kind == "qwen3" else []  # transformers would take 128, whatever the tensors are
+    if missing := [key for key in needed if config.get(key) is None]:
         raise ConfigError(f"model: {path} has no {', '.join(missing)}; add what the model was trained with")
     # transformers reads a mistral without this key as one that has a window
     window = config.get("sliding_window", 4096) if kind == "mistral" else config.get("use_sliding_window")

@@ -663,6 +663,10 @@ def resize(model: Path, **keys: int) -> None:
             "config.json has no num_key_value_heads; add what the model was trained with",
         ),
         (
+            lambda model: (model / "config.json").write_text(json.dumps(SHAPE | {"head_dim": None})),
+            "config.json has no head_dim; add what the model was trained with",
+        ),
+        (
             lambda model: (model / "config.json").write_text(json.dumps(SHAPE | {"rope_theta": None})),
             "config.json has no rope_theta for its rope_type 'default'; add what",
         ),

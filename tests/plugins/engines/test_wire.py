@@ -35,7 +35,8 @@ def test_an_engine_that_cannot_return_its_experts_is_refused(
 ) -> None:
     names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
     shape = dict.fromkeys(names, 8) | {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "num_experts": experts}
-    shape |= {"intermediate_size": 8, "moe_intermediate_size": 8, "max_position_embeddings": 64}
+    shape |= {"intermediate_size": 8, "moe_intermediate_size": 8, "num_experts_per_tok": 2}
+    shape |= {"max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps(shape | {"model_type": "qwen3_moe"}))
     engine = Vllm(device=device, max_model_len=64, return_routing=True)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=message):
