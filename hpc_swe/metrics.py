@@ -140,7 +140,7 @@ LAYOUT = {
         "held out, with its interval": ["solve/eval.*"],
         "best evaluation": ["solve/best"],
         "step of the best evaluation": ["solve/best_step"],
-        "groups with signal": ["groups/signal_rate"],
+        "groups with signal, and those all solved": ["groups/signal_rate", "groups/all_solved"],
     },
     "Which tasks are trained?": {
         "solve rate of each part": ["taskset/solve/.*"],
@@ -154,6 +154,7 @@ LAYOUT = {
         "infrastructure failures": ["episodes/infra_rate", "grader/sentinel_errors", "outcome/cheated"],
         "endings": ["exit/.*"],
         "staleness": ["staleness/mean", "staleness/max"],
+        "groups dropped for their age": ["groups/dropped_old"],
         "learner against sampler": ["gap/mean", "gap/k3", "gap/p99", "policy/surprise_balance"],
         "clipped": ["ratio/clipped_.*", "ratio/.*_share"],
         "ratio of sequences": ["ratio/sequence_.*"],
