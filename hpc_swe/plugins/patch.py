@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from hpc_swe.plugins import _repository
 from hpc_swe.plugins._repository import IGNORED, MOST_READ
+from hpc_swe.plugins.patch_text import normalised
 from hpc_swe.plugins.sandboxes.base import Sandbox, Sandboxes
 from hpc_swe.records import Task
 
@@ -24,6 +25,13 @@ MOST_BYTES = 1_000_000
 """Size of the largest patch that is handed in."""
 ABSENT = "/dev/null"
 NO_NEWLINE = "\\ No newline at end of file\n"
+_ENCODING = re.compile(
+    rb"([ \t\f]*#.*?coding[:=][ \t]*)"
+    rb"(latin-?1|(?:iso-?|iso_)8859-\d+|(?:cp|windows-)125\d|koi8-[ru]|gbk|gb2312|gb18030|big5|shift_jis|euc-(?:jp|kr))"
+    rb"(?![-\w.])",
+    re.IGNORECASE,
+)
+"""How a Python file declares its encoding; codecs that take long for chosen bytes are left out."""
 _HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@\n")
 
 
@@ -59,7 +67,7 @@ def _from_files(task: Task, sandbox: Sandbox) -> str:
             continue  # too large to be part of the patch
         read += len(data or b"")
         try:
-            new = data if data is None else data.decode()
+            new = data if data is None else _text(path, data)
         except UnicodeDecodeError:
             new = task.files.get(path)  # not text, so not part of it either
         lines = (new or "").count("\n")
@@ -72,13 +80,29 @@ def _from_files(task: Task, sandbox: Sandbox) -> str:
     return "".join(parts)
 
 
+def _text(path: str, data: bytes) -> str:
+    """Decode a file; a Python file that declares a usual encoding becomes the same program in UTF-8."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        lines = data.split(b"\n", 2)[:2] if path.endswith(".py") else []
+        for line in lines:
+            if declared := _ENCODING.match(line):
+                head = data.index(line) + declared.end(1)
+                encoding = declared[2].decode()
+                return f"{data[:head].decode(encoding)}utf-8{data[head + len(encoding) :].decode(encoding)}"
+            if line.strip() and not line.lstrip().startswith(b"#"):
+                break
+        raise
+
+
 def apply(task: Task, patch: str) -> dict[str, str]:
     """Apply a patch to the task's files and return them: path -> text.
 
     Raise BadPatch if it does not fit the files, or names a file outside the work directory.
     """
     files = dict(task.files)
-    lines = _lines(patch)
+    lines = _lines(normalised(patch))
     position = 0
     while position < len(lines):
         old_path, new_path = _header(lines, position)

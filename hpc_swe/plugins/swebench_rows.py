@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from hpc_swe.errors import ConfigError
+from hpc_swe.plugins.patch_text import normalised
 from hpc_swe.plugins.swebench_package import official
 from hpc_swe.records import TestPlan
 
@@ -211,7 +212,9 @@ def parse(where: str, record: Record) -> Row:
     Raise ConfigError if it is not a row, or if swebench would judge it wrongly.
     """
     try:
-        return msgspec.convert(columns(record), Row)
+        row = msgspec.convert(columns(record), Row)
+        patches = {"patch": normalised(row.patch), "test_patch": normalised(row.test_patch)}
+        return msgspec.structs.replace(row, **patches)
     except (msgspec.MsgspecError, ValueError) as error:
         raise ConfigError(f"{where}: {error}") from None
 

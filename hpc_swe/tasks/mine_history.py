@@ -175,7 +175,7 @@ def _trial(arguments: argparse.Namespace, config: RunConfig) -> Trial:
                 "name the packages that the tests need: --requirements FILE; pytest is one of them"
             )
         source = recipe(arguments, arguments.repository, config.sandbox)
-        images = ImageBuilder(ImageStore(Path(config.sandbox.images)), source)
+        images = ImageBuilder(ImageStore(Path(config.sandbox.images), arguments.keep_leaks), source)
     return Trial(
         name=arguments.repository.resolve().name.removesuffix(".git"),
         command=arguments.command,
@@ -206,6 +206,7 @@ def _parser() -> argparse.ArgumentParser:
     add("repository", type=cli.path, help="git repository, of which HEAD's history is read")
     add("config", nargs="*", help=f"{cli.CONFIG}, for sandbox and grader (default: configs/swebench.toml)")
     add("--out", type=cli.folder, required=True, help="folder for rows, verdicts and a configuration")
+    add("--keep-leaks", action="store_true", help="keep commits whose image shows the solution, too")
     add("--since", default="", metavar="DATE", help="take only younger commits, as git log understands it")
     add("--limit", type=count, metavar="N", help="take only the N youngest candidates")
     add(

@@ -181,6 +181,11 @@ def test_nothing_is_written_without_candidates_or_into_folders_of_others(past, t
     assert [path.read_text() for path in tmp_path.iterdir()] == ["mine\n"]
 
 
+def test_the_flag_that_a_refused_image_names_exists_here_too(past, tmp_path):
+    done = mine(past[0], "--out", tmp_path / "out", "--dry-run", "--keep-leaks")
+    assert done.returncode == 0, done.stderr
+
+
 def test_rows_of_an_earlier_call_do_not_outlive_their_tasks(tmp_path):
     for name in ("trials.jsonl", "rows.jsonl", "taskset.toml", "train.txt", "eval.txt"):
         (tmp_path / name).write_text("earlier\n")

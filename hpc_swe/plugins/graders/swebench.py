@@ -40,6 +40,7 @@ from hpc_swe.plugins.graders.base import (
     sandbox_texts,
 )
 from hpc_swe.plugins.hidden_tests import Version
+from hpc_swe.plugins.patch_text import normalised
 from hpc_swe.plugins.sandboxes.base import Sandbox, Sandboxes, add_files
 from hpc_swe.plugins.second_run import run_reliably
 from hpc_swe.plugins.swebench_rows import SET_UP
@@ -188,7 +189,7 @@ def _run_tests(task: Task, patch: str, sandboxes: Sandboxes, modules: str = "") 
     with sandboxes.open(task) as sandbox:
         began_ns = file_time_ns()
         _check_image(task, run, sandbox)
-        add_files(sandbox, {f"{run.folder}.patch": patch}, _WRITING)
+        add_files(sandbox, {f"{run.folder}.patch": normalised(patch)}, _WRITING)
         support = _support_files(task, run, sandbox) if patch.strip() else ()
         options = _swebench.apply_options(task, SET_UP, support)
         git = f"git apply --whitespace=nowarn {run.folder}.patch"

@@ -7,6 +7,7 @@ bounded time, and few are served at once: the policy can keep only its own agent
 """
 
 import logging
+import re
 import secrets
 import select
 import socket
@@ -121,6 +122,16 @@ class _Server(ThreadingHTTPServer):
         self.recorder.failure = self.recorder.failure or SandboxError(f"the OpenAI server broke: {error!r}")
 
 
+_PAIR = rb"u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_ESCAPES = re.compile(rb"\\(?:" + _PAIR + rb"|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL)
+"""Escapes of JSON; the group is half a character, as programs write that cut a text within an emoji."""
+
+
+def _without_halves(body: bytes) -> bytes:
+    """Replace halves of characters, which no text in UTF-8 can hold, by the character for what is unknown."""
+    return _ESCAPES.sub(lambda found: rb"\ufffd" if found[1] else found[0], body)
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: _Server
@@ -213,7 +224,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(413, why, "too_large")
             return None
         body = self.rfile.read(int(size))
-        return body if len(body) == int(size) else None
+        return _without_halves(body) if len(body) == int(size) else None
 
     def _end(self, status: ExitStatus, message: str, code: str) -> None:
         recorder = self.server.recorder

@@ -120,11 +120,28 @@ def _shown(file: Path, path: str, golds: list[Gold]) -> str:
         return ""
     with file.open("rb") as opened:
         whole = opened.read(LARGEST)
+    if _is_of_its_source(file, whole):
+        return ""
     for inner, data in contents(path, whole):
         signs = words_only(uncoloured(data))
         if any(gold.is_in(inner, data, signs) for gold in golds):
             return inner
     return ""
+
+
+def _is_of_its_source(file: Path, data: bytes) -> bool:
+    """Return whether a file is compiled from the source beside it, which is searched itself.
+
+    The names of a library's interface that a solution uses occur in the library's compiled files, too.
+    """
+    source = file.parent.parent / f"{file.name.partition('.')[0]}.py"
+    if file.suffix != ".pyc" or file.parent.name != "__pycache__" or not source.is_file():
+        return False
+    if int.from_bytes(data[4:8], "little") & 1:  # the header has a hash of the source
+        return source_hash(source.read_bytes()) == data[8:16]
+    about = source.stat()
+    of_source = (int(about.st_mtime) & 0xFFFFFFFF, about.st_size & 0xFFFFFFFF)
+    return of_source == (int.from_bytes(data[8:12], "little"), int.from_bytes(data[12:16], "little"))
 
 
 def _golds(repository: Path, commit: str, patches: Sequence[str]) -> Iterator[Gold]:

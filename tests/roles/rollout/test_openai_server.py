@@ -86,6 +86,25 @@ def test_a_session_is_one_chain(on: Stage, address: ChatAddress) -> None:
     assert on.engine.calls[1].prompt[: len(on.engine.calls[0].prompt)] == on.engine.calls[0].prompt
 
 
+@pytest.mark.parametrize(
+    ("sent", "read"),
+    [
+        (r"cut \ud83d", "cut \ufffd"),
+        (r"\uDE00 after", "\ufffd after"),
+        (r"whole \ud83d\ude00", "whole \U0001f600"),
+        (r"\ud83d\ud83d\ude00", "\ufffd\U0001f600"),
+        (r"a path \\ud83d", r"a path \ud83d"),
+    ],
+)
+def test_half_a_character_in_a_history_ends_no_session(on: Stage, address: ChatAddress, sent, read) -> None:
+    headers = {"Authorization": f"Bearer {address.key}"}
+    body = '{"messages": [{"role": "user", "content": "' + sent + '"}]}'
+    url = f"{address.url}/chat/completions"
+    answer = httpx.post(url, headers=headers, content=body, trust_env=False, timeout=DEADLINE_S)
+    assert answer.status_code == 200, answer.text
+    assert on.recorder.messages[0].content == read
+
+
 def test_streams_carry_the_same(on: Stage, address: ChatAddress) -> None:
     answer = post(address, messages=START, stream=True, stream_options={"include_usage": True})
     assert answer.headers["content-type"] == "text/event-stream"

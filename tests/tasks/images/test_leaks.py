@@ -12,6 +12,8 @@ import shutil
 import tarfile
 import textwrap
 import zipfile
+from pathlib import Path
+from py_compile import PycInvalidationMode
 
 import pyarrow as pa
 import pytest
@@ -210,6 +212,22 @@ def test_the_solution_is_found_in_any_form(repository, tree, after):
     paths = _fill(tree, after)
     found = search(tree, "/testbed", repository[1], patch("calc/core.py", BROKEN, after))
     assert {path.partition("!")[0] for path in found} == paths
+
+
+@pytest.mark.parametrize("mode", ["timestamp", "checked-hash"])
+def test_names_in_a_compiled_file_beside_its_source_show_nothing(repository, tree, mode):
+    """A solution that uses a library has names of that library's interface."""
+    names = "".join(f"def interface_name_{n}():\n    pass\n" for n in range(5))
+    uses = BROKEN + "".join(f"\nlibrary.interface_name_{n}()" for n in range(5)) + "\n"
+    path = tree / "usr/lib/python3/library.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(names)
+    modes = {"timestamp": PycInvalidationMode.TIMESTAMP, "checked-hash": PycInvalidationMode.CHECKED_HASH}
+    compiled = py_compile.compile(str(path), invalidation_mode=modes[mode], doraise=True)
+    reference = patch("calc/core.py", BROKEN, uses)
+    assert search(tree, "/testbed", repository[1], reference) == []
+    path.write_text("# of another release\n")
+    assert search(tree, "/testbed", repository[1], reference) == [str(Path(compiled).relative_to(tree))]
 
 
 def test_what_was_there_before_the_solution_shows_nothing(repository, tree):

@@ -1,0 +1,44 @@
+"""Bring the text of a patch into the one form that everything here reads."""
+
+import re
+
+_HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
+_HEADER = re.compile(r"(diff --git|---|\+\+\+|(?:rename|copy) (?:from|to)) ")
+_QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
+_ESCAPE = re.compile(rb"\\(?:([0-7]{3})|(.))")
+
+
+def normalised(patch: str) -> str:
+    """Return a patch that ends with a newline, with names that git has quoted only for letters unquoted.
+
+    Git quotes a name with a byte outside of ASCII, unless ``core.quotePath`` is off. The lines of hunks stay,
+    whatever they look like.
+    """
+    if not patch.strip():
+        return patch
+    lines = patch.split("\n")
+    old = new = 0
+    for number, line in enumerate(lines):
+        if old > 0 or new > 0:
+            old, new = old - (line[:1] in ("-", " ", "")), new - (line[:1] in ("+", " ", ""))
+            if line[:1] == "\\":  # no newline at the end of the file
+                continue
+        elif hunk := _HUNK.match(line):
+            old, new = int(hunk[1] or 1), int(hunk[2] or 1)
+        elif _HEADER.match(line) and '"' in line:
+            lines[number] = _QUOTED.sub(lambda name: _unquoted(name[0], name[1]), line)
+    return "\n".join(lines) + ("" if lines[-1] == "" else "\n")
+
+
+def _unquoted(quoted: str, inner: str) -> str:
+    """Return a name as it is, or as git wrote it if it has more to quote than letters."""
+    found = _ESCAPE.sub(_byte, inner.encode())
+    try:
+        name = found.decode()
+    except UnicodeDecodeError:
+        return quoted
+    return name if name.isprintable() and '"' not in name and "\\" not in name else quoted
+
+
+def _byte(escape: re.Match[bytes]) -> bytes:
+    return bytes([int(escape[1], 8) & 255]) if escape[1] else escape[0]
