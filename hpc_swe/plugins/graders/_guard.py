@@ -198,10 +198,12 @@ def _is_judged(guard: Any, owner: Any) -> bool:
     """Tell whether an object is of unittest or pytest, or is a test, or holds code of a test's file."""
     kind = type(owner)
     if issubclass(kind, FunctionType):
-        return knows(guard, owner.__code__) or _is_of_test(guard, owner)
+        return knows(guard, owner.__code__) or _is_judged_file(guard, owner.__code__.co_filename)
     if issubclass(kind, ModuleType):
         held = plain_names(names_of_module(owner))
         if any(map(is_, guard.modules.values(), repeat(owner))):
+            return True
+        if place(guard, held.get("__file__")) in guard.judged:
             return True
     else:
         homes = get_mro(owner) if issubclass(kind, type) else get_mro(kind)
@@ -209,11 +211,14 @@ def _is_judged(guard: Any, owner: Any) -> bool:
             if exact(plain_names(names_of_class(home)).get("__module__")).partition(".")[0] in JUDGES:
                 return True
         held = plain_names(names_of_class(owner)) if issubclass(kind, type) else {}
-    return any(type(one) is FunctionType and _is_of_test(guard, one) for one in held.values())
+    functions = [one for one in held.values() if type(one) is FunctionType]
+    return any(place(guard, one.__code__.co_filename) in guard.judged for one in functions)
 
 
-def _is_of_test(guard: Any, function: Any) -> bool:
-    return place(guard, function.__code__.co_filename) in guard.judged
+def _is_judged_file(guard: Any, path: str) -> bool:
+    """Tell whether a file is a test's, or installed, as those of pytest's plugins are."""
+    found = place(guard, path)
+    return found in guard.judged or found[:1] == "/"
 
 
 def path_of(value: Any) -> str:
