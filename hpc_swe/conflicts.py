@@ -46,6 +46,7 @@ def of_new_runs(config: RunConfig) -> Iterator[str]:
     yield from _wrong_batch_wait(config)
     if config.mode != "grpo":
         return
+    yield from _shared_memory(config)
     every, export_every = config.eval.every, config.learner.export_every
     if every % export_every:
         yield (
@@ -79,6 +80,17 @@ def doubts(config: RunConfig) -> Iterator[str]:
             f"learner.loss.objective = 'gspo' clips a sequence whose mean log-ratio exceeds {clip:g}: most "
             f"of what older weights sampled; set groups.max_staleness = 0, or sequence_clip_low and "
             f"sequence_clip_high to {NARROW:g} or more"
+        )
+
+
+def _shared_memory(config: RunConfig) -> Iterator[str]:
+    """Yield a message if the learner would fill memory of a GPU that an engine takes later."""
+    policy = config.policy
+    is_auto = isinstance(policy, plugins.Plugin) and plugins.dump(policy).get("recompute") == "auto"
+    if is_auto and _table(config.executor).get("share_gpus"):
+        yield (
+            'policy.recompute = "auto" fills the memory that is free when the learner starts, of which an '
+            'engine takes a part later with executor.share_gpus = true; name a value, for example "products"'
         )
 
 

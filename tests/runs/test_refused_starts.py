@@ -92,6 +92,10 @@ def read(model):
             ["advantage={type='shuffled', of={type='max_rl'}}", NO_CHARGE, "grader.unresolved_reward=-0.5"],
             "unresolved_reward = -0.5.* or use the advantage grpo",
         ),
+        (
+            ["policy.recompute='auto'", "executor.share_gpus=true"],
+            "an engine takes a part later .* name a value, for example",
+        ),
         (["learner.loss.mask_low=0.5"], "mask_low = 0.5 has no meaning .* or use decoupled"),
         (
             ["policy.lora_rank=8", "learner.snapshot_every=4"],  # the demo's policy has float32 parameters
