@@ -1,5 +1,6 @@
 """Import what every rank imports, once: ranks are forked from the process that loaded this module."""
 
+import gc
 from pathlib import Path
 
 from hpc_swe.plugins.policies._megatron import uncompiled
@@ -8,3 +9,5 @@ if not Path("/dev/nvidiactl").exists():  # a rank with a GPU compiles, so it imp
     with uncompiled():
         import hpc_swe.plugins.policies._megatron.learner
         import hpc_swe.roles.learner.loop  # noqa: F401
+    gc.collect()
+    gc.freeze()  # or each collection of each rank looks at, and copies, all that was imported here
