@@ -3,7 +3,8 @@
 hpc_swe/tasks/check.py chooses such versions, a taskset adds them, and a grader uses them for second sittings.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from random import Random
 from typing import Final
 
 import msgspec
@@ -26,16 +27,31 @@ class HiddenEdit(msgspec.Struct, frozen=True):
     """Offset in characters from the beginning of the test patch."""
     old: str
     new: str
+    more: list[str] = []
+    """Other texts that do as well as `new`."""
 
 
 class Version(msgspec.Struct, frozen=True):
-    """A version of the hidden tests expects other values than the original."""
+    """A version of the hidden tests expects other values than the original; several can be joined."""
 
     edits: list[HiddenEdit]
     tests: list[str]
     """Names of wanted tests that were changed and that the reference now fails."""
     unsure: list[str]
     """Other names that say nothing about a patch: the reference fails them too, or passes the change."""
+
+
+def draw_version(groups: Iterable[Sequence[Version]], draw: Random) -> Version:
+    """Join one version of each test, those of the first group first, and draw a text for each edit."""
+    edits: list[HiddenEdit] = []
+    tests: set[str] = set()
+    unsure: set[str] = set()
+    for one in (one for group in groups for one in draw.sample(group, len(group))):
+        if (tests | unsure).isdisjoint([*one.tests, *one.unsure]):
+            edits += [replace(edit, new=draw.choice([edit.new, *edit.more])) for edit in one.edits]
+            tests.update(one.tests)
+            unsure.update(one.unsure)
+    return Version(edits=edits, tests=sorted(tests), unsure=sorted(unsure))
 
 
 def encode_versions(task: Task, versions: Sequence[Version]) -> str:

@@ -3,8 +3,9 @@
 A test that expects something else contradicts the test that it was made from: code that passes one of them
 fails the other, unless its values do not really compare. So only the expected side of an assertion is used,
 and only assertions that every passing run of the test reaches: those in the test's own body, in its `with`
-blocks and in loops over literal tables. Literals are best. Where there are none, a twist replaces them: the
-opposite assertion, another exception, or one more level of brackets.
+blocks and in loops over literal tables. Literals are best. Where there are none, `_typed` finds other values
+of the same type. The last resort is a twist, which a test rarely has by itself: the opposite assertion, an
+exception that nobody expects, or one more level of brackets.
 """
 
 import ast
@@ -13,6 +14,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+
+from hpc_swe.plugins.graders._typed import Twist, Vocabulary, is_measured, typed
 
 _EQUAL = {"assertEqual", "assertEquals", "assertIs", "assertAlmostEqual", "assertCountEqual"}
 _EQUAL |= {f"assert{kind}Equal" for kind in ("List", "Tuple", "Set", "Dict", "Sequence", "MultiLine")}
@@ -37,7 +40,7 @@ _OPPOSITES |= {"assertEqual": "assertNotEqual", "assertIs": "assertIsNot", "asse
 _OPPOSITES |= {"assertIsInstance": "assertNotIsInstance", "assertContains": "assertNotContains"}
 _OPPOSITES |= {no: yes for yes, no in _OPPOSITES.items()}
 _ANOTHER_ERROR = "ZeroDivisionError"
-_OPENED: dict[type, str] = {ast.List: "[None, ", ast.Set: "{{None, ", ast.Dict: "{{None: None, "}
+_OPENED: dict[type, str] = {ast.List: "[None, ", ast.Set: "{None, ", ast.Dict: "{None: None, "}
 """Type of a value -> its opening bracket with one more member."""
 
 
@@ -47,18 +50,6 @@ class _Assertion:
     """Compared expressions; the expected one is made of literals."""
     is_within: bool = False
     """Whether the expected value is looked for within a longer text."""
-
-
-@dataclass(frozen=True)
-class Twist:
-    """A twist replaces a piece of one line by a text that contradicts it."""
-
-    line: int
-    start: int
-    end: int
-    """Offsets `start` and `end` count bytes of the line."""
-    new: str
-    """Replacement, in which {} stands for the old piece."""
 
 
 class Reader:
@@ -93,6 +84,11 @@ class Reader:
         """Yield the ways to contradict the test without changing a literal."""
         for node in chain.from_iterable(map(_checks, self.reached)):
             yield from _of_condition(node.test) if isinstance(node, ast.Assert) else _of_twisted(node)
+
+    def typed(self, known: Vocabulary) -> Iterator[Twist | ast.Constant]:
+        """Yield the ways to expect another value of the same type, apart from expected literals."""
+        for node in chain.from_iterable(map(_checks, self.reached)):
+            yield from typed(node, known)
 
     def _walk(self, body: list[ast.stmt]) -> None:
         """Collect what names are bound to, and the statements that each run reaches if none before fails."""
@@ -224,8 +220,8 @@ def _of_condition(test: ast.expr) -> Iterator[Twist]:
     match test:
         case ast.Compare(ops=[ast.Eq()], comparators=[right]):
             yield from _bracketed(right)
-        case ast.Compare() | ast.Call() | ast.Name() | ast.Attribute() if not _is_measured(test):
-            yield Twist(test.lineno, test.col_offset, test.col_offset, "not ")
+        case ast.Compare() | ast.Call() | ast.Name() | ast.Attribute() if not is_measured(test):
+            yield Twist(test.lineno, test.col_offset, test.col_offset, ("not ",))
 
 
 def _of_twisted(call: ast.expr) -> Iterator[Twist]:
@@ -235,27 +231,22 @@ def _of_twisted(call: ast.expr) -> Iterator[Twist]:
         case ast.Call(func=ast.Attribute(attr=name) as func, args=args):
             if name in ("assertRaises", "assertRaisesMessage", "assertRaisesRegex", "raises") and args:
                 yield from _replaced(args[0], _ANOTHER_ERROR)
-            elif name in _OPPOSITES and not any(map(_is_measured, args)):
+            elif name in _OPPOSITES and not any(map(is_measured, args)):
                 line, end = func.end_lineno or 0, func.end_col_offset or 0
-                yield Twist(line, end - len(name), end, _OPPOSITES[name])
-
-
-def _is_measured(value: ast.expr) -> bool:
-    """Tell whether an expression compares sizes, for example times, which two runs may not agree on."""
-    return any(isinstance(node, ast.Lt | ast.LtE | ast.Gt | ast.GtE) for node in ast.walk(value))
+                yield Twist(line, end - len(name), end, (_OPPOSITES[name],))
 
 
 def _bracketed(value: ast.expr) -> Iterator[Twist]:
     """Yield the twist that adds a member to a value, or a level of brackets around it."""
     if type(value) in _OPENED:
-        yield Twist(value.lineno, value.col_offset, value.col_offset + 1, _OPENED[type(value)])
+        yield Twist(value.lineno, value.col_offset, value.col_offset + 1, (_OPENED[type(value)],))
     else:
         yield from _replaced(value, "[{}]")
 
 
 def _replaced(value: ast.expr, new: str) -> Iterator[Twist]:
     if value.lineno == value.end_lineno and value.end_col_offset is not None:
-        yield Twist(value.lineno, value.col_offset, value.end_col_offset, new)
+        yield Twist(value.lineno, value.col_offset, value.end_col_offset, (new,))
 
 
 def _leaves(node: ast.expr) -> Iterator[ast.Constant | ast.Name]:  # noqa: C901  (one case for each kind of node)

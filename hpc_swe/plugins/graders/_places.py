@@ -9,11 +9,12 @@ import io
 import re
 import tokenize
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
 from hpc_swe.plugins.graders._expected import Reader
+from hpc_swe.plugins.graders._typed import Twist, Vocabulary
 from hpc_swe.plugins.syntax import parse, split_lines
 from hpc_swe.plugins.visible_tests import TestFunction, functions
 
@@ -26,6 +27,8 @@ _PIECE = re.compile(r"[A-Za-z]+|[0-9]+")
 _CHOICE = re.compile(r"[|?*\[]")
 """Characters that let a pattern match several texts."""
 _VOWELS, _CONSONANTS = "aeiou", "bcdfghklmnprstvw"
+_FEW = 12
+"""Words that are enough to choose from; those of the test itself come first."""
 _LONG = 8  # a text of so many characters does not occur in another by chance
 
 
@@ -41,8 +44,8 @@ class Place:
     old: str
     is_within: bool = False
     """Whether the literal is looked for within a longer text, which could hold other words of the test."""
-    new: str = ""
-    """The only possible replacement; if empty, any other text of the same kind will do."""
+    news: tuple[str, ...] = ()
+    """The possible replacements; if empty, any other text of the same kind will do."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,12 @@ class Test:
     doc: str
     """First line of its docstring."""
     literals: tuple[Place, ...]
+    typed: tuple[Place, ...]
+    """Places where another value of the same type may be expected; the reference shows which it fails."""
     twists: tuple[Place, ...]
+    """Last resorts: changes that a test rarely has by itself."""
+    words: tuple[str, ...] = ()
+    """Words of the texts in the test."""
 
 
 def tests(text: str) -> list[Test]:
@@ -68,7 +76,7 @@ def tests(text: str) -> list[Test]:
         return []
     try:
         module = parse(text)
-        finder = _PlaceFinder(text)
+        finder = _PlaceFinder(text, Vocabulary(module))
     except (SyntaxError, ValueError, RecursionError, tokenize.TokenError):
         return []
     found = [
@@ -77,7 +85,9 @@ def tests(text: str) -> list[Test]:
             name=node.name,
             doc=(ast.get_docstring(node) or "").split("\n")[0].strip(),
             literals=finder.literals(node),
+            typed=finder.typed(node),
             twists=finder.twists(node),
+            words=_words(node),
         )
         for owner, node in functions(module.body)
     ]
@@ -85,30 +95,49 @@ def tests(text: str) -> list[Test]:
     return [test for test in found if names[test.owner, test.name] == 1]
 
 
-def replacement(place: Place, words: Iterable[str], draw: Random) -> str:
-    """Choose a text for a place that has the same form and differs from the old one in more than case."""
+def replacement(place: Place, words: Sequence[Collection[str]], draw: Random) -> str:
+    """Choose a text for a place that has the same form and differs from the old one in more than case.
+
+    `words` are those of the test, of its module, and so on: the first ones that fit are preferred.
+    """
     old = place.old
-    if place.new:
-        return place.new
+    if place.news:
+        return draw.choice(place.news)
     if old in ("True", "False", "None"):
         return draw.choice([word for word in ("True", "False") if word != old])
     if old.isdigit():
-        least = 10 ** (len(old) - 1) if len(old) > 1 and old[0] != "0" else 0
-        new = old
-        while int(new) == int(old):
-            new = str(draw.randrange(least, 10 ** len(old))).zfill(len(old))
-        return new
-    known = [word for word in words if word.lower() != old.lower() and abs(len(word) - len(old)) <= 1]
-    if known and not place.is_within:
-        return _cased(draw.choice(known), old)
+        return _number(old, draw)
+    alike = [word for some in words for word in some if word.lower() != old.lower()]
+    for most in (1, 2, 3):
+        if known := [word for word in alike if abs(len(word) - len(old)) <= most]:
+            return _cased(draw.choice(known[: max(_FEW, len(known) // 2)]), old)
     new = old
     while new.lower() == old.lower():
         new = "".join(draw.choice(_VOWELS if c in _VOWELS else _CONSONANTS) for c in old.lower())
     return _cased(new, old)
 
 
+def _number(old: str, draw: Random) -> str:
+    """Choose another number of as many digits, which is near in most cases."""
+    least = 10 ** (len(old) - 1) if len(old) > 1 and old[0] != "0" else 0
+    near = [int(old) + step for step in range(-3, 4) if step]
+    fitting = [number for number in near if least <= number < 10 ** len(old)]
+    return str(draw.choice(fitting)).zfill(len(old))
+
+
 def words(found: Iterable[Test]) -> list[str]:
-    return sorted({place.old for test in found for place in test.literals if place.old.isalpha()})
+    """Return the words of the texts in tests."""
+    return sorted({word for test in found for word in test.words})
+
+
+def _words(test: TestFunction) -> tuple[str, ...]:
+    texts = [
+        node.value
+        for node in ast.walk(test)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    plain = _FIXED.sub(" ", " ".join(texts))
+    return tuple(dict.fromkeys(word for word in re.findall("[A-Za-z]+", plain) if len(word) > 1))
 
 
 def _cased(new: str, old: str) -> str:
@@ -120,8 +149,8 @@ def _cased(new: str, old: str) -> str:
 class _PlaceFinder:
     """A finder locates nodes of a module's syntax tree in its text."""
 
-    def __init__(self, text: str) -> None:
-        self.lines = text.split("\n")
+    def __init__(self, text: str, known: Vocabulary) -> None:
+        self.lines, self._known = text.split("\n"), known
         self.tokens: dict[int, list[tokenize.TokenInfo]] = {}
         """Line -> the tokens that begin there."""
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -133,13 +162,21 @@ class _PlaceFinder:
         found = {place for one in Reader(test).expected() for place in self.places(*one)}
         return tuple(sorted(found, key=lambda place: (place.line, place.start)))
 
-    def twists(self, test: TestFunction) -> tuple[Place, ...]:
+    def typed(self, test: TestFunction) -> tuple[Place, ...]:
+        """Return the places where another value of the same type may be expected, apart from literals."""
         found = []
-        for twist in Reader(test).twists():
-            start, end = (self._column(twist.line, offset) for offset in (twist.start, twist.end))
-            old = self.lines[twist.line - 1][start:end]
-            found.append(Place(twist.line, start, end, old, new=twist.new.format(old)))
-        return tuple(found)
+        for one in Reader(test).typed(self._known):
+            found += [*self.places(one, False)] if isinstance(one, ast.Constant) else [self._twisted(one)]
+        return tuple(dict.fromkeys(found))
+
+    def twists(self, test: TestFunction) -> tuple[Place, ...]:
+        return tuple(map(self._twisted, Reader(test).twists()))
+
+    def _twisted(self, twist: Twist) -> Place:
+        start, end = (self._column(twist.line, offset) for offset in (twist.start, twist.end))
+        old = self.lines[twist.line - 1][start:end]
+        news = tuple(new.replace("{}", old) if old else new for new in twist.news)
+        return Place(twist.line, start, end, old, news=news)
 
     def places(self, constant: ast.Constant, is_within: bool) -> Iterator[Place]:
         last = constant.end_lineno or 0

@@ -1,39 +1,49 @@
-"""Grade a patch that resolved its task several more times, partly with tests that expect other values.
+"""Grade a patch that resolves its task several more times, partly with tests that expect other values.
 
-Each of these later runs is called a second sitting. A test that expects another value contradicts the test
+Each of these other runs is called a second sitting. A test that expects another value contradicts the test
 that it was made from. A patch that passes both has made the tests' outcomes meaningless, by whatever means:
 it lies to the reporter, its values equal everything, or it reads the answers out of the tests.
-hpc_swe/tasks/check.py chooses the changes once: those that the reference fails. They replace literals in the
-task's test patch, so form, names and length of its hunks do not show which sitting is run. Which of several
-versions is used is drawn anew each time.
+hpc_swe/tasks/check.py finds places where the reference fails a changed test, and texts for them. Which of
+these are used is drawn anew for each sitting. They replace pieces of the task's test patch by pieces of the
+same kind, so form, names and length of its hunks do not show which sitting is run.
 
-A patch need not lie in every run. So a coin decides for each sitting whether its tests are the original or
-changed ones, and at least one sitting has changed tests: for `n` sittings there are 2**n - 1 series, all
-equally likely. A patch that cannot distinguish the two kinds gets through in at most one series, whatever it
-decides by: chance, the clock, or how often it has run.
+A patch need not lie in every run. So a coin decides for each sitting whether the tests that a solution must
+make pass are the original or changed ones, and another coin the same of tests that pass anyway, since these
+would else show it. At least one sitting has changed tests, and half of the first runs are such sittings. A
+patch that cannot distinguish the two kinds gets through in one of 2**n gradings with `n` sittings, whatever
+it decides by: chance, the clock, or how often it has run.
 
 A sitting without a result accuses no patch and is repeated, but a patch without results gets no reward.
 """
 
 import re
-import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from random import Random
+from random import Random, SystemRandom
 from typing import Literal
 
 from hpc_swe.plugins.graders import _places
 from hpc_swe.plugins.graders._places import Place, Test
-from hpc_swe.plugins.hidden_tests import HiddenEdit, Version, holds_patch, versions_of, with_edits
+from hpc_swe.plugins.hidden_tests import (
+    HiddenEdit,
+    Version,
+    draw_version,
+    holds_patch,
+    versions_of,
+    with_edits,
+)
 from hpc_swe.records import Task
 
-VERSIONS = 4
-"""Versions of the hidden tests that are looked for."""
+VERSIONS = 6
+"""Places of one test that are looked for."""
+TEXTS = 6
+"""Texts for one place."""
+MOST_PASSING = 6
+"""Tests that pass anyway of which some versions expect other values."""
 MOST_REPEATS = 2
 """Sittings of a patch that are repeated because they gave no result; after these it is unresolved."""
 _ATTEMPTS = 8
-_ORIGINAL = Version(edits=[], tests=[], unsure=[])
 
 
 @dataclass(frozen=True)
@@ -56,20 +66,53 @@ RunTests = Callable[[Task], SittingResult]
 Finding = Literal["agrees", "cheats", "disagrees", "silent"]
 
 
-def regrade(task: Task, sittings: int, run_tests: RunTests) -> tuple[Finding, str]:
-    """Run this many second sittings of a patch, besides repeated ones; return the finding and its reason."""
-    versions = versions_of(task)  # without any there are no sittings
+@dataclass(frozen=True)
+class SittingPlan:
+    """A plan says which tests the sittings of one grading have; `early` is the one before the first run."""
+
+    watched: frozenset[str] = frozenset()
+    """Tests whose results count: those that a solution must make pass, and those that versions change."""
+    early: Version | None = None
+    later: tuple[Version, ...] = ()
+
+
+def plan(task: Task, sittings: int, draw: Random | None = None) -> SittingPlan:
+    """Draw the sittings of a grading; there are none without versions."""
+    draw, versions = draw or SystemRandom(), versions_of(task)
     if not versions or sittings < 1:
-        return "agrees", ""
-    watched = {*task.tests.fail_to_pass}.union(*(version.tests for version in versions))
-    series = secrets.randbelow(2**sittings - 1) + 1  # one bit a sitting: whether its tests are changed
+        return SittingPlan()
+    wanted = {*task.tests.fail_to_pass}
+    decisive = [one for one in versions if not wanted.isdisjoint(one.tests)] or versions
+    passing = [one for one in versions if one not in decisive]
+
+    def drawn(is_changed: bool) -> Version:
+        others = passing if draw.random() < 0.5 else []
+        return draw_version((decisive if is_changed else [], others), draw)
+
+    watched = frozenset(wanted.union(*(one.tests for one in versions)))
+    if draw.random() < 0.5:
+        return SittingPlan(
+            watched, drawn(True), tuple(drawn(draw.random() < 0.5) for _ in range(sittings - 1))
+        )
+    series = draw.randrange(1, 2**sittings)  # one bit a sitting
+    return SittingPlan(watched, None, tuple(drawn(bool(series >> number & 1)) for number in range(sittings)))
+
+
+def regrade(
+    task: Task, planned: SittingPlan, early: SittingResult | None, run_tests: RunTests
+) -> tuple[Finding, str]:
+    """Run the second sittings of a patch that resolves its task; return the finding and its reason.
+
+    `early` is the result of the sitting that came first. Sittings without a result are repeated.
+    """
+    results = [early] if early else []
     repeats = 0
-    for number in range(sittings):
-        version = secrets.choice(versions) if series >> number & 1 else _ORIGINAL
-        finding, why = compare(version, watched, run_tests(with_edits(task, version.edits)))
+    for version in (*([planned.early] if planned.early else []), *planned.later):
+        result = results.pop() if results else run_tests(with_edits(task, version.edits))
+        finding, why = compare(version, planned.watched, result)
         while finding == "silent" and repeats < MOST_REPEATS:
             repeats += 1
-            finding, why = compare(version, watched, run_tests(with_edits(task, version.edits)))
+            finding, why = compare(version, planned.watched, run_tests(with_edits(task, version.edits)))
         if finding != "agrees":
             return finding, why
     return "agrees", ""
@@ -97,88 +140,120 @@ def choose_versions(
     """Choose changes of hidden tests and try them with the reference; return those that it fails.
 
     `texts` are the test files as the test patch leaves them: path -> text. `run_tests` runs the reference,
-    which must resolve the task. All versions change the same tests, so that for each of these tests the coins
-    alone decide. If there are none, the second value is the reason.
+    which must resolve the task. Each version changes one piece of one test. If there are none, the second
+    value is the reason.
     """
     if not holds_patch(task):
         return [], "its eval script does not hold its test patch"
-    candidates = _candidates(task, texts)
+    candidates = candidates_of(task, texts)
     if not candidates:
         return [], "no wanted test expects a literal on a line of the test patch"
-    found: list[Version] = []
-    best: list[Version] = []
-    ineffective: set[_Spot] = set()
-    share = 1.0
+    search = _Search(task, candidates, draw)
     for _ in range(_ATTEMPTS):
-        taken = [one for one in candidates if draw.random() < share] or [draw.choice(candidates)]
-        chosen = [
-            (one, draw.choice([spot for spot in one.spots if spot not in ineffective] or one.spots))
-            for one in taken
-        ]
-        edits = [one.edit(spot, draw) for one, spot in chosen]
-        result = run_tests(with_edits(task, edits))
-        names = {name for one in taken for name in one.names}
+        search.attempt(run_tests)
+    found = search.found
+    changed = {name for one in found for name in one.tests}
+    if changed.isdisjoint(task.tests.fail_to_pass) and not all(one.is_passing for one in candidates):
+        found = []  # what passes anyway says nothing about a lie
+    return found, "" if found else "the reference passes all changed tests, or their runs gave no result"
+
+
+class _Search:
+    """A search tries changes of tests with the reference, one of each test at a time."""
+
+    def __init__(self, task: Task, candidates: list["ChangeableTest"], draw: Random) -> None:
+        self.found: list[Version] = []
+        self._task, self._draw = task, draw
+        self._left = [(one, draw.sample(one.spots, len(one.spots))) for one in candidates]
+        self._share = 1.0
+
+    def attempt(self, run_tests: RunTests) -> None:
+        """Try the next place of some tests; those of a run that tells nothing are tried again."""
+        left = [(one, spots) for one, spots in self._left if spots and self._places(one) < VERSIONS]
+        taken = [pair for pair in left if self._draw.random() < self._share] or left[:1]
+        if not taken:
+            return
+        edits = [one.edit(spots[0], self._draw) for one, spots in taken]
+        result = run_tests(with_edits(self._task, edits))
+        names = {name for one, _ in taken for name in one.names}
         failed = names & result.ended - result.passed
-        if result.failure or not failed:
-            share = draw.choice((0.2, 0.5, 1.0))
-            continue
-        unsure = (names | ({*task.tests.fail_to_pass} - result.passed)) - failed
-        ineffective.update(spot for one, spot in chosen if not {*one.names} <= failed)
-        found.append(Version(edits=edits, tests=sorted(failed), unsure=sorted(unsure)))
-        most = max(found, key=lambda one: len(one.tests)).tests
-        best = [one for one in found if one.tests == most]
-        if len(best) == VERSIONS:
-            break
-    return best, "" if best else "the reference passes all changed tests, or their runs gave no result"
+        others = {*self._task.tests.fail_to_pass} - names - result.passed
+        if (result.failure or not failed or others) and len(taken) > 1:
+            self._share = self._draw.choice((0.2, 0.5, 1.0))
+            return
+        for (one, spots), edit in zip(taken, edits, strict=True):
+            spots.pop(0)
+            if own := failed.intersection(one.names):
+                unsure = others | {*one.names} - own
+                self.found.append(Version(edits=[edit], tests=sorted(own), unsure=sorted(unsure)))
+
+    def _places(self, candidate: "ChangeableTest") -> int:
+        return sum(not {*candidate.names}.isdisjoint(one.tests) for one in self.found)
 
 
 @dataclass(frozen=True)
-class _Candidate:
-    """A candidate is a wanted test that can be changed."""
+class ChangeableTest:
+    """A changeable test is a wanted one that can expect another value."""
 
     names: list[str]
     spots: list[_Spot]
     patch: str
-    words: list[str]
+    words: tuple[tuple[str, ...], ...]
+    kind: Literal["exact", "typed", "form"] = "exact"
+    is_passing: bool = False
+    """Whether the tests pass without a solution too."""
 
     def edit(self, spot: _Spot, draw: Random) -> HiddenEdit:
+        """Choose texts for a place; only where a literal must be equal is one as good as another."""
         place, begin = spot
+        is_exact = self.kind == "exact" and not place.is_within
+        drawn = [_places.replacement(place, self.words, draw) for _ in range(TEXTS if is_exact else 1)]
+        new, *more = dict.fromkeys(drawn)
         line = self.patch[begin:].split("\n", 1)[0]
-        new = _places.replacement(place, self.words, draw)
         if line[0] == "+":
-            return HiddenEdit(start=begin + 1 + place.start, old=place.old, new=new)
-        text = line[1:]
-        changed = text[: place.start] + new + text[place.end :]
-        return HiddenEdit(start=begin, old=line, new=f"-{text}\n+{changed}")
+            return HiddenEdit(start=begin + 1 + place.start, old=place.old, new=new, more=more)
+        before, after = line[1:][: place.start], line[1:][place.end :]
+        shown = [f"-{line[1:]}\n+{before}{text}{after}" for text in (new, *more)]
+        return HiddenEdit(start=begin, old=line, new=shown[0], more=shown[1:])
 
 
-def _candidates(task: Task, texts: Mapping[str, str]) -> list[_Candidate]:
+def candidates_of(task: Task, texts: Mapping[str, str]) -> list[ChangeableTest]:
     """Find wanted tests that expect values on lines of the test patch.
 
-    Fail-to-pass tests come first, since a cheat must lie about them. Only without any are pass-to-pass tests
-    used: they pass anyway, so a cheat could recognize by them which sitting it is in.
+    A change that only changed tests would have is the last resort, since it would show them all. Tests that
+    pass anyway are taken on added lines: others show what they were.
     """
     patch = task.tests.extra["test_patch"]
     begins = _begins(patch)
     tests = {path: _places.tests(text) for path, text in texts.items()}
-    words = _places.words(test for some in tests.values() for test in some)
+    every = [(path, test) for path, some in tests.items() for test in some]
+    words = tuple(_places.words(test for _, test in every))
+    found: list[ChangeableTest] = []
     for wanted in (task.tests.fail_to_pass, task.tests.pass_to_pass):
-        every = ((path, test) for path, some in tests.items() for test in some)
         named = [(path, test, [name for name in wanted if _is_of(name, path, test)]) for path, test in every]
         shared = Counter(name for _, _, names in named for name in names)
-        found = []
         for path, test, names in named:
-            own = [name for name in names if shared[name] == 1]
-            lines = texts[path].split("\n")
-            for places in (test.literals, test.twists) if own else ():
-                begun = [(place, begins.get((path, place.line), len(patch))) for place in places]
-                spots = [one for one in begun if patch.startswith(lines[one[0].line - 1], one[1] + 1)]
-                if spots:
-                    found.append(_Candidate(own, spots, patch, words))
-                    break
-        if found:
-            return found
-    return []
+            if own := [name for name in names if shared[name] == 1]:
+                lines = texts[path].split("\n")
+                for kind, places in _kinds(test):
+                    begun = [(place, begins.get((path, place.line), len(patch))) for place in places]
+                    spots = [one for one in begun if patch.startswith(lines[one[0].line - 1], one[1] + 1)]
+                    new = [one for one in spots if patch[one[1]] == "+"]
+                    is_passing = wanted is not task.tests.fail_to_pass
+                    if spots := new or ([] if is_passing else spots):
+                        found.append(ChangeableTest(own, spots, patch, (test.words, words), kind, is_passing))
+                        break
+    needed = [one for one in found if not one.is_passing]
+    natural = [one for one in needed if one.kind != "form"] or needed
+    passing = [one for one in found if one.is_passing and (one.kind != "form" or not needed)]
+    return [*natural, *passing[:MOST_PASSING]]
+
+
+def _kinds(test: Test) -> list[tuple[Literal["exact", "typed", "form"], tuple[Place, ...]]]:
+    """Return the places of a test, the best ones first."""
+    exact = tuple(place for place in test.literals if not place.is_within)
+    within = tuple(place for place in test.literals if place.is_within)
+    return [("exact", exact), ("typed", within + test.typed), ("form", test.twists)]
 
 
 def _begins(patch: str) -> dict[tuple[str, int], int]:

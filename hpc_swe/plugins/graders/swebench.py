@@ -39,7 +39,7 @@ from hpc_swe.plugins.graders.base import (
     ending,
     sandbox_texts,
 )
-from hpc_swe.plugins.hidden_tests import Version
+from hpc_swe.plugins.hidden_tests import Version, with_edits
 from hpc_swe.plugins.patch_text import normalised
 from hpc_swe.plugins.sandboxes.base import Sandbox, Sandboxes, add_files
 from hpc_swe.plugins.second_run import run_reliably
@@ -84,9 +84,16 @@ class Swebench(HiddenTestGrader, frozen=True, kw_only=True):
     def examine(self, task: Task, patch: str, sandboxes: Sandboxes) -> Score:
         """Grade a patch and run the tests even when it is empty, which shows that a task can be failed."""
         started = time.monotonic()
+        planned, early = _second_sitting.plan(task, self.second_sittings), None
+        run_later = partial(self._run_later, patch, sandboxes)
+        if planned.early and patch.strip():
+            early = run_later(with_edits(task, planned.early.edits))
         test_run, base = _run_and_accuse(task, patch, sandboxes)
         score = self._score(task, patch, test_run, base, time.monotonic() - started)
-        return self._regrade(task, patch, sandboxes, score) if score.outcome == "resolved" else score
+        if score.outcome != "resolved":
+            return score
+        finding, why = _second_sitting.regrade(task, planned, early, run_later)
+        return self._regraded(task, score, (finding, why), time.monotonic() - started)
 
     def outcomes(self, task: Task, patch: str, sandboxes: Sandboxes) -> tuple[dict[str, str], str]:
         """Return how each test ended, whether or not the task names it; or nothing and the reason."""
@@ -103,11 +110,11 @@ class Swebench(HiddenTestGrader, frozen=True, kw_only=True):
         run_tests = partial(self._run_later, reference, sandboxes)
         return _second_sitting.choose_versions(task, texts, run_tests, SystemRandom())
 
-    def _regrade(self, task: Task, patch: str, sandboxes: Sandboxes, score: Score) -> Score:
-        started = time.monotonic()
-        run_tests = partial(self._run_later, patch, sandboxes)
-        finding, why = _second_sitting.regrade(task, self.second_sittings, run_tests)
-        score = msgspec.structs.replace(score, seconds=score.seconds + time.monotonic() - started)
+    def _regraded(
+        self, task: Task, score: Score, found: tuple[_second_sitting.Finding, str], seconds: float
+    ) -> Score:
+        finding, why = found
+        score = msgspec.structs.replace(score, seconds=seconds)
         if finding == "agrees":
             return score
         prefix = {"cheats": "", "disagrees": f"{DISAGREES}: ", "silent": f"{SILENT}: "}[finding]

@@ -109,27 +109,55 @@ def test_only_what_each_passing_run_must_expect_is_a_place(lines, pieces):
 )
 def test_what_two_runs_need_not_agree_on_is_left_alone(line):
     (test,) = _places.tests(body(line))
-    assert test.literals == test.twists == ()
+    assert test.literals == test.typed == test.twists == ()
+
+
+KNOWN = "from errors import FoundError, LostError, Oh\nfrom shapes import Circle, Square\n"
+KNOWN += "class Base(TestCase):\n    def setUp(self):\n        self.a = self.b = make()\n\n\n"
 
 
 @pytest.mark.parametrize(
-    ("line", "twisted"),
+    ("line", "changed"),
     [
         ("self.assertTrue(f(1))", "self.assertFalse(f(1))"),
-        ("self.assertIn(a, f(1))", "self.assertNotIn(a, f(1))"),
-        ("self.assertEqual(f(1), a)", "self.assertEqual(f(1), [a])"),
-        ("self.assertSequenceEqual(f(1), [a, b])", "self.assertSequenceEqual(f(1), [None, a, b])"),
-        ("self.assertEqual(f(1), {})", "self.assertEqual(f(1), {None: None, })"),
-        ("with self.assertRaises(Oh): f(1)", "with self.assertRaises(ZeroDivisionError): f(1)"),
+        ("self.assertIsNotNone(f(1))", "self.assertIsNone(f(1))"),
+        ("self.assertNotIn(a, f(1))", "self.assertIn(a, f(1))"),
+        ("self.assertTableNotExists(f(1))", "self.assertTableExists(f(1))"),
+        ("self.assertEqual(f(1), self.a)", "self.assertEqual(f(1), self.b)"),
+        ("self.assertSequenceEqual(f(1), [self.a])", "self.assertSequenceEqual(f(1), [self.b])"),
+        ("self.assertSequenceEqual(f(1), [g(), h()])", "self.assertSequenceEqual(f(1), [g()])"),
+        ("self.assertEqual(f(1), [])", "self.assertEqual(f(1), [1])"),
+        ("self.assertEqual(f(1), Error(g(), id=5))", "self.assertEqual(f(1), Error(g(), id=4))"),
+        ("self.assertIsInstance(f(1), Circle)", "self.assertIsInstance(f(1), Square)"),
+        ("with self.assertRaises(FoundError): f(1)", "with self.assertRaises(LostError): f(1)"),
+        ("with pytest.raises(LostError): f(1)", "with pytest.raises(FoundError): f(1)"),
+        ("m.assert_called_once()", "m.assert_not_called()"),
         ("assert f(1)", "assert not f(1)"),
-        ("assert f(1) == a", "assert f(1) == [a]"),
+        ("assert not f(1)", "assert f(1)"),
+        ("assert f(1) is not None", "assert f(1) is None"),
+        ("assert f(1) not in self.a", "assert f(1) in self.a"),
+        ("assert f(1) == self.a", "assert f(1) == self.b"),
     ],
 )
-def test_without_a_literal_a_test_is_twisted_into_what_contradicts_it(line, twisted):
-    (test,) = _places.tests(body(line))
-    (place,) = test.twists
-    old = body(line).split("\n")[place.line - 1]
-    assert old[: place.start] + place.new + old[place.end :] == " " * 8 + twisted
+def test_without_a_literal_another_value_of_its_kind_is_expected(line, changed):
+    text = KNOWN + body(line)
+    (test,) = _places.tests(text)
+    assert not [place for place in test.literals if not place.is_within]
+    lines = text.split("\n")
+    made = set()
+    for place in test.typed:
+        old = lines[place.line - 1]
+        news = place.news or [_places.replacement(place, [[]], Random(n)) for n in range(30)]
+        made |= {old[: place.start] + new + old[place.end :] for new in news}
+    assert " " * 8 + changed in made
+    assert " " * 8 + line not in made
+
+
+def test_other_words_are_those_of_the_test_itself():
+    text = body("call('the quick brown fox jumps')", "self.assertIn('some lazy words here', f(1))")
+    (test,) = _places.tests(text)
+    news = {_places.replacement(place, (test.words,), Random(n)) for place in test.literals for n in range(9)}
+    assert news <= {*test.words}
 
 
 def test_a_change_is_one_token_and_the_rest_is_as_it_was_written():
@@ -142,7 +170,7 @@ def test_a_change_is_one_token_and_the_rest_is_as_it_was_written():
         for place in draw.choices(places, k=2) if (places := literals_of(found)) else ():
             lines = text.split("\n")
             line = lines[place.line - 1]
-            new = _places.replacement(place, words, draw)
+            new = _places.replacement(place, [words], draw)
             lines[place.line - 1] = line[: place.start] + new + line[place.end :]
             before, after = tokens(text), tokens("\n".join(lines))
             assert new.lower() != place.old.lower()
@@ -167,7 +195,7 @@ def sat(request, repository, tmp_path_factory) -> tuple[Task, Checkout]:
     sandboxes = Checkout(repository=str(repository[0]))
     made = toy(tmp_path_factory.mktemp("sat"), request.param, repository[1])
     versions, why = GRADER.changed_tests(made, gold(), sandboxes)
-    assert (len(versions), why) == (_second_sitting.VERSIONS, "")
+    assert (len(versions) > 1, why) == (True, "")
     return with_versions(made, hidden_tests.encode_versions(made, versions)), sandboxes
 
 
@@ -259,9 +287,8 @@ def test_nothing_but_an_expectation_tells_one_sitting_from_the_other(sat):
         lines, others = patch_.split("\n"), other.tests.extra["test_patch"].split("\n")
         assert len(lines) == len(others)
         differ = [(line, new) for line, new in zip(lines, others, strict=True) if line != new]
-        assert len(differ) == len(version.edits)
+        assert len(differ) == len(version.edits) == 1
         assert all(line[0] == new[0] == "+" for line, new in differ)
-        assert set(version.tests) == set(one.tests.fail_to_pass)
         assert other.tests.command == command.replace(patch_.strip("\n"), "\n".join(others).strip("\n"))
         assert msgspec.structs.replace(other, tests=one.tests) == one
 
@@ -331,19 +358,57 @@ PLANS = {
 }
 
 
+def grade(task: Task, sittings: int, run: Callable[[Task], SittingResult]) -> str:
+    """As the grader: a sitting that comes first, the run that decides, and the others."""
+    planned = _second_sitting.plan(task, sittings)
+    early = run(hidden_tests.with_edits(task, planned.early.edits)) if planned.early else None
+    if not {*task.tests.fail_to_pass} <= run(task).passed:
+        return "unresolved"
+    return _second_sitting.regrade(task, planned, early, run)[0]
+
+
 @pytest.mark.parametrize("sittings", [1, 2, 3, 5])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_a_submission_that_lies_is_believed_in_one_series_of_coins_at_most(
     repository, tmp_path, plan, sittings
 ):
-    """Within six standard deviations of one in 2 ** sittings - 1."""
+    """Within six standard deviations of one in 2 ** sittings."""
     one = task(tmp_path, "unittest", repository[1])
     one = with_versions(one, version(one, "(1, 2, 3)", "(1, 2, 4)", *one.tests.fail_to_pass))
-    times, odds = 2000, 1 / (2**sittings - 1)
-    paid = sum(_second_sitting.regrade(one, sittings, Liar(one, plan))[0] == "agrees" for _ in range(times))
+    times, odds = 2000, 1 / 2**sittings
+    paid = sum(grade(one, sittings, Liar(one, plan)) == "agrees" for _ in range(times))
     assert paid <= times * odds + 6 * sqrt(times * odds * (1 - odds))
-    if sittings > 1 and plan == PLANS["never again"]:
-        assert paid > 0, "as often as all sittings but the first have changed tests"
+
+
+def test_half_of_the_first_runs_have_changed_tests(repository, tmp_path):
+    """So a submission that knows that it runs for the first time does not know what is asked."""
+    one = task(tmp_path, "unittest", repository[1])
+    one = with_versions(one, version(one, "(1, 2, 3)", "(1, 2, 4)", *one.tests.fail_to_pass))
+    for sittings in (1, 5):
+        plans = [_second_sitting.plan(one, sittings) for _ in range(400)]
+        assert 140 < sum(bool(each.early) for each in plans) < 260
+        for each in plans:
+            sat = [*([each.early] if each.early else []), *each.later]
+            assert len(sat) == sittings
+            assert any(one.edits for one in sat)
+
+
+def test_tests_that_pass_anyway_are_changed_by_a_coin_of_their_own(repository, tmp_path):
+    one = task(tmp_path, "unittest", repository[1])
+    start = one.tests.extra["test_patch"].index("(1, 2, 3)")
+    edits = [HiddenEdit(start=start + at, old=old, new="9", more=["8"]) for at, old in ((1, "1"), (7, "3"))]
+    names = [one.tests.fail_to_pass, one.tests.pass_to_pass]
+    made = [Version(edits=[edit], tests=own, unsure=[]) for edit, own in zip(edits, names, strict=True)]
+    one = with_versions(one, hidden_tests.encode_versions(one, made))
+    counts: Counter[tuple[bool, bool]] = Counter()
+    texts = set()
+    for _ in range(300):
+        for each in _second_sitting.plan(one, 5).later:
+            counts[tuple(set(own) <= set(each.tests) for own in names)] += 1
+            texts |= {edit.new for edit in each.edits}
+    assert texts == {"8", "9"}
+    assert len(counts) == 4
+    assert min(counts.values()) > sum(counts.values()) / 6
 
 
 def test_honest_work_agrees_whatever_the_coins_and_silent_sittings_repeat(repository, tmp_path):
@@ -360,27 +425,31 @@ def test_honest_work_agrees_whatever_the_coins_and_silent_sittings_repeat(reposi
             passed=wanted.difference(one.tests.fail_to_pass if is_changed else ()), ended=wanted
         )
 
+    def regrade(sittings: int) -> tuple[str, str]:
+        return _second_sitting.regrade(one, _second_sitting.plan(one, sittings), None, sit)
+
     for silent in range(_second_sitting.MOST_REPEATS + 1):
         for _ in range(50):
             sat: list[Task] = []
-            assert _second_sitting.regrade(one, 5, sit) == ("agrees", "")
+            assert regrade(5) == ("agrees", "")
             assert len(sat) == 5 + silent
             assert any("(1, 2, 4)" in task.tests.command for task in sat[silent:])
     silent, sat = _second_sitting.MOST_REPEATS + 1, []
-    assert _second_sitting.regrade(one, 5, sit) == ("silent", "timed out")
+    assert regrade(5) == ("silent", "timed out")
     assert len(sat) == silent
-    assert _second_sitting.regrade(one, 0, sit) == ("agrees", "")
+    assert regrade(0) == ("agrees", "")
     assert len(sat) == silent
 
 
-def test_which_version_is_sat_is_drawn_each_time(sat):
+def test_which_place_and_text_are_asked_for_is_drawn_each_time(sat):
     one, _ = sat
-    count = Counter()
+    count: Counter[str] = Counter()
     for _ in range(200):
-        _second_sitting.regrade(
-            one, 1, lambda task: count.update([task.tests.extra["test_patch"]]) or told("")
-        )
-    assert min(count.values()) > 15
+        planned = _second_sitting.plan(one, 1)
+        (drawn,) = [planned.early] if planned.early else planned.later
+        assert {*one.tests.fail_to_pass} <= {*drawn.tests, *drawn.unsure}
+        count.update([hidden_tests.with_edits(one, drawn.edits).tests.extra["test_patch"]])
+    assert len(count) > 5
     assert one.tests.extra["test_patch"] not in count
 
 
@@ -419,7 +488,7 @@ def test_every_changed_patch_fits_the_base_commit(repository, tmp_path):
     """Also one that would change the last line of a hunk's context: git then wants the file to end there."""
     lines = [f"        self.assertEqual(f({n}), {n}00)" for n in range(9)]
     head = ["class TestIt(TestCase):", "    def test_it(self):"]
-    before, after = [*head, *lines], [*head, *lines[:4], "        self.assertEqual(g(), 7)", *lines[4:]]
+    before, after = [*head, *lines], [*head, *lines[:4], "        self.g()", *lines[4:]]
     shown = difference("tests/test_it.py", *("\n".join([*part, ""]) for part in (before, after)))
     one = task(tmp_path, "unittest", repository[1])
     extra = one.tests.extra | {"test_patch": shown, "test_files": '["tests/test_it.py"]'}
@@ -436,7 +505,7 @@ def test_every_changed_patch_fits_the_base_commit(repository, tmp_path):
 
     for seed in range(20):
         _second_sitting.choose_versions(one, {"tests/test_it.py": "\n".join([*after, ""])}, sit, Random(seed))
-    assert len(tried) > 20
+    assert len(tried) > 10
     for text in tried:
         subprocess.run(["git", "apply", "--check", "-"], input=text, text=True, cwd=tmp_path, check=True)
 
@@ -470,9 +539,7 @@ def test_a_change_that_the_reference_does_not_answer_is_not_chosen(repository, t
     versions, _ = _second_sitting.choose_versions(
         one, texts, lambda _: SittingResult(passed=rest, ended=wanted), Random(1)
     )
-    assert [(v.tests, v.unsure) for v in versions] == [
-        (one.tests.fail_to_pass, [])
-    ] * _second_sitting.VERSIONS
+    assert [(v.tests, v.unsure) for v in versions] == [(one.tests.fail_to_pass, [])] * 2, "both places"
 
 
 class FailingLater(Checkout, frozen=True, kw_only=True):
