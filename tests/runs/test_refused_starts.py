@@ -314,7 +314,7 @@ def start_frozen_at(run, number, config, taken) -> None:
             with create.making(run, timeout_s=0.0) as place:
                 if place:  # the run is not complete yet
                     create.publish(run, place, config, taken, "the other start")
-                    (run.root / "made.json").write_bytes(run.manifest.read_bytes())
+                    (run.root / "of_another.json").write_bytes(run.manifest.read_bytes())
         return 0
 
     refuse(run.root, freeze)
@@ -334,10 +334,10 @@ def test_a_start_that_was_frozen_changes_no_run_of_another(tmp_path, read):
         run.root.mkdir(mode=0o700)
         assert in_child(start_frozen_at, run, number, config, taken) == 0
         existing.load(run)
-        if not (run.root / "made.json").exists():
+        if not (run.root / "of_another.json").exists():
             assert number > 8
             return
-        assert run.manifest.read_bytes() == (run.root / "made.json").read_bytes()
+        assert run.manifest.read_bytes() == (run.root / "of_another.json").read_bytes()
         assert not (run.root / create.MAKING).exists()
 
 
