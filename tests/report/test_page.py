@@ -76,7 +76,7 @@ def test_a_step_of_a_curve_leads_to_its_episodes_and_back(page):
 
 def test_the_ticks_of_a_chart_are_round_numbers(page):
     assert page.ask("roundTicks(0.633, 0.791)") == [0.6, 0.65, 0.7, 0.75, 0.8]
-    assert page.ask("roundTicks(0, 0.0004)") == [0, 0.0002, 0.0004]
+    assert page.ask("roundTicks(0, 0.0004)") == [0, 0.0001, 0.0002, 0.0003, 0.0004]
     assert page.ask("roundTicks(5, 5)") == [4.5, 5, 5.5]
     texts = page.ask(
         "[...document.querySelectorAll('figure:first-of-type svg text')].map(t => t.textContent)"
