@@ -27,7 +27,7 @@ from hpc_swe.plugins.policies._megatron.parallel import TorchRanks
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
 from hpc_swe.plugins.policies._megatron.state import Reference
 
-ranks = TorchRanks(MegatronSettings(tensor_parallel=2))
+ranks = TorchRanks(MegatronSettings(device="cpu", tensor_parallel=2))
 model = torch.nn.Linear(2**13, 2**13)  # twice 256 MiB to keep
 size = int(pinned.take("key", 1024, ranks, "choose less").place([1024], torch.uint8).count_nonzero())
 if ranks.rank == 1:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hpc_swe.plugins.policies._megatron.parallel import TorchRanks
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
 
-ranks = TorchRanks(MegatronSettings(tensor_parallel=2))
+ranks = TorchRanks(MegatronSettings(device="cpu", tensor_parallel=2))
 total = torch.ones(1)
 dist.all_reduce(total)
 own = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd != "0" and
@@ -38,7 +38,7 @@ from megatron.core import parallel_state
 from hpc_swe.plugins.policies._megatron.parallel import TorchRanks
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
 
-ranks = TorchRanks(MegatronSettings(**json.loads(sys.argv[2])))
+ranks = TorchRanks(MegatronSettings(device="cpu", **json.loads(sys.argv[2])))
 group = parallel_state.get_expert_model_parallel_group()
 data = [None] * group.size()
 dist.all_gather_object(data, ranks.data_rank, group)
