@@ -47,6 +47,7 @@ def of_new_runs(config: RunConfig) -> Iterator[str]:
     if config.mode != "grpo":
         return
     yield from _shared_memory(config)
+    yield from _too_old(config)
     every, export_every = config.eval.every, config.learner.export_every
     if every % export_every:
         yield (
@@ -64,8 +65,13 @@ def of_new_runs(config: RunConfig) -> Iterator[str]:
 
 
 def doubts(config: RunConfig) -> Iterator[str]:
-    """Yield a message for each choice of a new run that seldom goes well with old samples."""
+    """Yield a message for each choice of a new run that seldom goes well."""
     groups, optimizer, loss = config.groups, config.learner.optimizer, config.learner.loss
+    if config.mode != "eval" and 0 < config.steps <= optimizer.warmup_steps:
+        yield (
+            f"learner.optimizer.warmup_steps = {optimizer.warmup_steps} is never over in steps = "
+            f"{config.steps}: the full rate is not reached; lower it"
+        )
     if config.mode != "grpo" or not groups.max_staleness:
         return
     if (passes := optimizer.epochs * optimizer.minibatches) > MOST_PASSES:
@@ -80,6 +86,17 @@ def doubts(config: RunConfig) -> Iterator[str]:
             f"learner.loss.objective = 'gspo' clips a sequence whose mean log-ratio exceeds {clip:g}: most "
             f"of what older weights sampled; set groups.max_staleness = 0, or sequence_clip_low and "
             f"sequence_clip_high to {NARROW:g} or more"
+        )
+
+
+def _too_old(config: RunConfig) -> Iterator[str]:
+    """Yield a message if groups may be older than the net allows."""
+    groups = config.groups
+    if 0 < groups.hard_max_staleness < groups.max_staleness:
+        yield (
+            f"groups.max_staleness = {groups.max_staleness} exceeds groups.hard_max_staleness = "
+            f"{groups.hard_max_staleness}: such old samples seldom teach anything; set the second to 0 to "
+            "train them all the same"
         )
 
 
@@ -132,7 +149,7 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
             f"groups.max_staleness = {groups.max_staleness} stops sampling for ever with "
             f"learner.export_every = {learner.export_every}; set it to export_every - 1 or more"
         )
-    if is_grpo and chains == ("template", "main"):
+    if is_grpo and chains[0] == "template" and chains[1] != "all":
         yield 'rollout.history = "template" makes each turn its own chain; set batches.train_chains = "all"'
     if (config.mode, config.sft.source, config.rollout.history) == ("sft", "trajectories", "template"):
         yield 'rollout.history = "template": trajectories are trained as episodes with history = "keep" are'
@@ -181,13 +198,7 @@ def _missing_for_hybrid(config: RunConfig) -> Iterator[str]:
 
 
 def _misplaced_bounds(config: RunConfig) -> Iterator[str]:
-    shaping, evals, groups = config.shaping, config.eval, config.groups
-    if 0 < groups.hard_max_staleness < groups.max_staleness:
-        yield (
-            f"groups.max_staleness = {groups.max_staleness} exceeds groups.hard_max_staleness = "
-            f"{groups.hard_max_staleness}: such old samples seldom teach anything; set the second to 0 to "
-            "train them all the same"
-        )
+    shaping, evals = config.shaping, config.eval
     if shaping.overlong_from > 0 and shaping.overlong_to <= shaping.overlong_from:
         yield (
             f"shaping.overlong_to = {shaping.overlong_to} must exceed shaping.overlong_from = "

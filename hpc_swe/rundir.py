@@ -75,8 +75,9 @@ class RunDir:
     status = _At("state/status.json")
     """Cell: StatusReport, coordinator to people."""
     skipped_steps = _At("state/skipped.json")
-    stop_signs = _At("state/stop_signs.json")
     """Cell: SkippedBatches, learner to learner and ticks."""
+    stop_signs = _At("state/stop_signs.json")
+    """Cell: SignRecord, learner to coordinator and people."""
     watch = _At("state/watch.json")
     """Cell: Memory, coordinator to coordinator."""
     supervision = _At("state/supervision.json")

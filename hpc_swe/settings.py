@@ -63,7 +63,7 @@ class GroupsConfig(Record, frozen=True, kw_only=True):
     """Batches that may be sampled ahead of the newest exported weights. Groups with a token older than so
     many steps are dropped and counted."""
     hard_max_staleness: Natural = 8
-    """A net below `max_staleness`, which must not exceed it; 0 is none."""
+    """A start refuses a `max_staleness` above this; 0 is no limit."""
     max_token_staleness: Natural = 0
     """Tokens older than this many steps are masked; 0 is never."""
     straggler_s: Duration = 14400.0
@@ -74,7 +74,7 @@ class GroupsConfig(Record, frozen=True, kw_only=True):
     max_losses: Positive = 10
     """Expired leases of one message before it moves to dead/."""
     resample: bool = True
-    """Replace groups without signal by others; false trains them with advantage 0."""
+    """Replace groups without signal by others; false trains them on their penalties alone."""
 
 
 class CurriculumConfig(Record, frozen=True, kw_only=True):

@@ -21,8 +21,8 @@ class MaxRl(Plugin, frozen=True, kw_only=True):
     def __call__(self, rewards: Sequence[float]) -> list[float]:
         if min(rewards) < self.lowest_reward:
             raise ConfigError(
-                f"[advantage] max_rl needs rewards of 0 or more, but got {min(rewards)}; set the grader's "
-                "reward of a failure to 0, or use grpo"
+                f"[advantage] max_rl needs rewards of 0 or more, but got {min(rewards)}; set "
+                "grader.cheated_reward and grader.unresolved_reward to 0, or use grpo"
             )
         mean = fmean(rewards)
         return [(reward - mean) / mean if mean > 0 else 0.0 for reward in rewards]

@@ -5,6 +5,7 @@ a `BadAnswer`, whose words the policy reads.
 """
 
 import ast
+import itertools
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -149,7 +150,7 @@ def _parsed(text: str) -> tuple[ast.Module, str]:
 def _with_functions(text: str, new: ast.Module, source: str) -> str | None:
     """Return a file with the new functions in place of the old ones; None if it lacks one of them.
 
-    Imports and assignments at the top of the block come before the first function that is replaced.
+    Imports and assignments above the block's first function come before the first one that is replaced.
     """
     try:
         module = parse(text)
@@ -166,13 +167,23 @@ def _with_functions(text: str, new: ast.Module, source: str) -> str | None:
     for first, (place, definition) in sorted(places.items(), reverse=True):
         found[first - 1 : place.end_lineno] = _moved(definition, new_lines, place.col_offset)
     top = max(line for line in map(_first, module.body) if line <= min(places))
-    found[top - 1 : top - 1] = [
-        line
-        for node in new.body
-        if isinstance(node, ast.Import | ast.ImportFrom | ast.Assign | ast.AnnAssign)
-        for line in new_lines[node.lineno - 1 : node.end_lineno]
-    ]
+    found[top - 1 : top - 1] = _opening(new, new_lines)
     return "\n".join(found)
+
+
+def _opening(new: ast.Module, lines: list[str]) -> list[str]:
+    """Return the lines of a block's imports and assignments above its first function or class.
+
+    What stands below those often shows how to call the function.
+    """
+    above = itertools.takewhile(lambda node: not isinstance(node, Definition | ast.ClassDef), new.body)
+    return [
+        line
+        for node in above
+        if isinstance(node, ast.Import | ast.ImportFrom | ast.Assign | ast.AnnAssign)
+        and not (isinstance(node, ast.ImportFrom) and node.module == "__future__")
+        for line in lines[node.lineno - 1 : node.end_lineno]
+    ]
 
 
 def _definitions(body: list[ast.stmt], owner: str = "") -> Iterator[tuple[str, Definition]]:
@@ -205,8 +216,11 @@ def _first(node: ast.stmt) -> int:
 
 
 def _moved(node: Definition, lines: list[str], column: int) -> list[str]:
-    """Return the lines of a function, moved to a column; lines of text that lie further left stay there."""
-    own, step = lines[_first(node) - 1 : node.end_lineno], column - node.col_offset
-    if step >= 0:
-        return [" " * step + line if line.strip() else line for line in own]
-    return [line[-step:] if not line[:-step].strip() else line for line in own]
+    """Return the lines of a function, moved to a column; lines that begin in a text stay as they are."""
+    first, step = _first(node), column - node.col_offset
+    texts = (each for each in ast.walk(node) if isinstance(each, ast.Constant | ast.JoinedStr))
+    kept = {line for each in texts for line in range(each.lineno + 1, (each.end_lineno or 0) + 1)}
+    return [
+        line if number in kept or not line.strip() else " " * step + line if step >= 0 else line[-step:]
+        for number, line in enumerate(lines[first - 1 : node.end_lineno], first)
+    ]

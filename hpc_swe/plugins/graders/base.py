@@ -100,7 +100,7 @@ class HiddenTestGrader(Plugin, frozen=True, kw_only=True):
     unresolved_reward: float = -1.0
     """Reward of one that does not."""
     cheated_reward: float = -2.0
-    """Reward of one that cheated. It must be below `unresolved_reward`: a lie that is paid once in 31 times
+    """Reward of one that cheated. It should be below `unresolved_reward`: a lie that is paid once in 31 times
     would otherwise be worth more than an honest failure."""
 
     def score(

@@ -117,7 +117,9 @@ class Supervision:
     _results: set[str] | None = field(default=None, init=False)
     _stop_at: float = field(default=0.0, init=False)
     _refused_since: float | None = field(default=None, init=False)
-    """Since when every engine refuses new weights."""
+    """Since when every engine refuses new weights and the learner has no batch left to train."""
+    _refused_before: int = field(default=0, init=False)
+    """Refusals in a row while the learner still had a batch."""
 
     def __post_init__(self) -> None:
         self._verdict = supervision.read(self.run)
@@ -141,7 +143,7 @@ class Supervision:
         When a part is stuck after all its tries, or every engine refuses new weights, order the run to stop
         and raise StuckRun. Raise StorageError when the verdict cannot be written.
         """
-        if not self._verdict.gave_up and self._is_refused(snapshot):
+        if not self._verdict.gave_up and self._is_refused(snapshot, progress):
             self._give_up(snapshot.why_refused)
         if self._verdict.gave_up:
             self._stop(snapshot)
@@ -149,15 +151,18 @@ class Supervision:
             self._due = snapshot.now + self.beat_s
             self._look(snapshot, progress)
 
-    def _is_refused(self, snapshot: RunSnapshot) -> bool:
-        """Tell whether every engine refuses new weights so often in a row that none will ever load any."""
-        if not snapshot.refusals:
-            self._refused_since = None
+    def _is_refused(self, snapshot: RunSnapshot, progress: Progress) -> bool:
+        """Return whether every engine refuses new weights so often in a row that none will ever load any.
+
+        As long as the learner has a batch to train, it may still publish weights that engines load.
+        """
+        if not snapshot.refusals or progress.awaits_learner:
+            self._refused_since, self._refused_before = None, snapshot.refusals
             return False
         if self._refused_since is None:
             self._refused_since = snapshot.now
-        is_late = snapshot.refusals > 1 and snapshot.now - self._refused_since >= REFUSED_S
-        return is_late or snapshot.refusals >= MOST_REFUSALS
+        count = snapshot.refusals - self._refused_before
+        return count >= MOST_REFUSALS or (count > 1 and snapshot.now - self._refused_since >= REFUSED_S)
 
     def _give_up(self, reason: str) -> None:
         """Publish a verdict that ends the run; it names no process, since none is stuck."""

@@ -56,7 +56,7 @@ def test_max_rl_counts_a_rare_success_more():
 
 
 def test_max_rl_refuses_negative_rewards_and_says_what_to_do():
-    with pytest.raises(ConfigError, match="reward of a failure to 0"):
+    with pytest.raises(ConfigError, match="grader.unresolved_reward to 0"):
         MaxRl()([1, -1])
 
 

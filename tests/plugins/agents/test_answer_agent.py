@@ -146,6 +146,7 @@ def test_a_fence_in_a_file_does_not_close_its_block():
 
 EDIT = "<<<<<<< SEARCH\n    return 1\n=======\n    return 2\n>>>>>>> REPLACE\n"
 G, METHOD = "def g():\n    return 1", "    def m(self):\n        return 1"
+METHOD_WITH_TEXT = 'def m(self):\n    return """\na\n  b"""'
 GETTER = "    @property\n    def x(self):\n        return 1"
 
 
@@ -168,8 +169,21 @@ def test_the_last_block_is_the_file_unless_a_block_is_named(reply, wanted):
         (two(METHOD), METHOD, two(METHOD)),
         (f"class A:\n{two(GETTER)}", GETTER, two(GETTER)),
         (f"import re\n{two(G)}", G, f"import re\n{two(G)}"),
+        (f"from __future__ import annotations\n{two(G)}\n\n\nresult = g()", G, two(G)),
+        (
+            METHOD_WITH_TEXT,
+            METHOD,
+            METHOD_WITH_TEXT.replace("\n    return", "\n        return").replace("def", "    def"),
+        ),
     ],
-    ids=["function", "indented method", "one of two of a name", "with an import"],
+    ids=[
+        "function",
+        "indented method",
+        "one of two of a name",
+        "with an import",
+        "with a call",
+        "with a text",
+    ],
 )
 def test_a_function_takes_the_place_of_the_one_of_its_name(block, old, new):
     found = changes(f"```python\n{block}\n```", {"mod.py": MODULE}, "function")
