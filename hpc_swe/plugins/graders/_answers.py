@@ -4,6 +4,7 @@ An answer is the JSON of `_runner.plain`. It comes from a process that runs host
 trusted but that who writes the right answer knows it.
 """
 
+import math
 import operator
 import re
 from collections import Counter
@@ -135,7 +136,8 @@ def _near(found: object, expected: object, tolerance: Callable[[float, float], f
 
 
 def _is_near(one: float, other: float, tolerance: Callable[[float, float], float]) -> bool:
-    return one == other or abs(one - other) <= tolerance(one, other)
+    is_finite = math.isfinite(one) and math.isfinite(other)  # else each tolerance would be infinite
+    return one == other or (is_finite and abs(one - other) <= tolerance(one, other))
 
 
 def _approx(found: object, expected: object, rel: object, abs_: object) -> bool:

@@ -107,8 +107,6 @@ class Exam:
     def __init__(self, task: Task, patched: dict[str, str], modules: Mapping[str, Sealed]) -> None:
         self.task = task
         self.answers = _joined(modules)
-        self.is_open = any(one.sealed < one.assertions for one in modules.values())
-        """Whether some assertion compares in the sandbox."""
         self.canaries = f"test_{secrets.token_hex(8)}.py"
         files = {path: text for path, text in patched.items() if not is_set_up(path)}
         self.touched = {path for path, text in files.items() if task.files.get(path) != text}
@@ -129,7 +127,7 @@ class Exam:
         report_path, key = f".{secrets.token_hex(16)}", secrets.token_hex(16)
         files = [*self.task.tests.files, self.canaries]
         recorder = f"make_recorder(load_apart({guard_text()!r}), {report_path!r}, {files!r})"
-        calls = f"RECORDER = {recorder}\nmain({[*options, *self._arguments]!r}, {self.is_open})\n"
+        calls = f"RECORDER = {recorder}\nmain({[*options, *self._arguments]!r})\n"
         program = "\n\n".join([*sandbox_texts("_apart", "_always_equal", "_hooks", "_runner"), calls])
         with sandboxes.open(self._task_in_sandbox) as sandbox:
             began_ns = file_time_ns()

@@ -240,6 +240,8 @@ def test_values_with_an_equality_of_their_own_are_not_plain(value: object) -> No
         ("approx", ([0.1, 0.2], None, 0.01), [0.105, 0.2], [0.1]),
         ("approx", ({"a": 1.0}, 0.1, None), {"a": 1.05}, {"b": 1.0}),
         ("isclose", (1.0, 1e-9, 0.0), 1.0, 1.1),
+        ("isclose", (1.0, 1e-9, 0.0), 1.0, float("inf")),
+        ("approx", (float("inf"), None, None), float("inf"), 3),
         ("almost", (0.5, 3, None), 0.5002, 0.51),
         ("almost", (0.5, 7, 0.1), 0.55, 0.7),
         ("within", (0.5, 1e-3), 0.5001, "0.5"),
