@@ -183,6 +183,17 @@ def names_ctypes(guard: Any, found: str) -> bool:
     return any("ctypes" in name for one in read_codes(guard, found).values() for name in one.co_names)
 
 
+def called_as(guard: Any, code: Any) -> Any:
+    """Return the name of an installed function; for `__enter__` and the like, that of its class."""
+    name = exact(code.co_name)
+    if name[:2] != "__":
+        return (name,)
+    found = read_codes(guard, place(guard, code.co_filename))
+    plain = found.get((name, code.co_firstlineno))
+    homes = [one for one in found.values() if any(plain is const for const in one.co_consts)]
+    return tuple(one.co_name for one in homes if plain is not None)
+
+
 def nested(codes: Any) -> Any:
     """Extend a list of codes by those within them."""
     for code in codes:  # the loop extends the list

@@ -26,6 +26,7 @@ from typing import Any
 
 # In a sandbox, these are in the texts above this one.
 from hpc_swe.plugins.graders._code import (
+    called_as,
     exact,
     get_mro,
     get_title,
@@ -69,6 +70,10 @@ REACHES |= {"ctypes.cdata", "ctypes.PyObj_FromPtr"}
 REACHES |= {"sys.monitoring.register_callback", "cpython.PyInterpreterState_New"}
 FILES = frozenset({"open", "os.rename", "os.link", "os.symlink"})
 SETS = frozenset({"object.__setattr__", "object.__delattr__"})
+# Event -> what the code has among its names that causes it; for all others, the event's own last name.
+NAMES: Any = {"ctypes.cdata": ("from_address",), "cpython.PyInterpreterState_New": ("create",)}
+NAMES.update({"open": ("open", "FileIO"), "os.rename": ("rename", "replace")})
+NAMES["sys.setprofile"] = ("setprofile", "enable", "disable")  # as cProfile calls it
 SEEN = REACHES | FILES | SETS | {"import", "exec"}
 SETS_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 WRITES = os.O_WRONLY | os.O_RDWR
@@ -133,10 +138,11 @@ def _make_hook(guard: Any, secret: str, actions: Any) -> Any:
 
 def _act(guard: Any, actions: Any, action: Any, *values: Any) -> None:
     code = code_below(guard)
-    if id(code) in guard.callers and type(action) is str:
+    # A function written in C could have the caller call it, but not with an action that this writes down.
+    if id(code) in guard.callers and type(action) is str and action in code.co_consts:
         actions[action](*values)
     else:
-        odd(guard, "other code than the reporter calls the guard", origin(guard, code))
+        odd(guard, "other code than the reporter calls the guard")
 
 
 def below(guard: Any) -> Any:
@@ -155,7 +161,7 @@ def code_below(guard: Any) -> Any:
 def _see(guard: Any, event: str, first: Any = None, second: Any = None, third: Any = None, *_: Any) -> None:
     """Report what code under test needs to find us, and tests hardly ever do."""
     if event in REACHES:
-        odd(guard, "calls " + event, _user(guard))
+        odd(guard, "calls " + event, _user(guard, event))
     elif event == "exec":
         guard.is_pure = guard.is_pure and is_installed(guard, first)
     elif event in FILES:
@@ -169,21 +175,34 @@ def _see(guard: Any, event: str, first: Any = None, second: Any = None, third: A
         odd(guard, "imports ctypes", _user_of_ctypes(guard))
 
 
-def _user(guard: Any) -> str:
+def _user(guard: Any, event: str, *names: str) -> str:
     """Return the file of the innermost code that is not installed; nothing if that is in no file.
 
-    An installed function may be called in a thread of its own, so that no caller is to be seen.
+    An installed function may be called in a thread of its own, so that no caller is to be seen. A function
+    written in C has no frame: where a test goes through an iterator of a patch, it seems to do what that
+    does. So there is nothing to return either unless the code names what it calls: that which causes the
+    event, or the installed function that does so.
     """
     frame = below(guard)
+    names = names or NAMES.get(event, (event.rpartition(".")[2],))
+    if frame is None or not _has_name(frame.f_code, names):
+        return ""
     while frame is not None:
         code = frame.f_code
-        if id(code) in guard.callers:
-            return CTYPES  # only pytest and plugins are between here and the runner
+        if id(code) in guard.callers:  # only pytest and plugins are between here and the runner
+            return CTYPES if _has_name(code, names) else ""
         file = origin(guard, code)
-        if file[:1] != "/" and not (exact(code.co_filename).startswith(FROZEN) and knows(guard, code)):
-            return file
+        is_frozen = exact(code.co_filename).startswith(FROZEN) and knows(guard, code)
+        if file[:1] != "/" and not is_frozen:
+            return file if _has_name(code, names) else ""
+        names = ("",) if is_frozen else called_as(guard, code)
         frame = frame.f_back
     return ""
+
+
+def _has_name(code: Any, names: Any) -> bool:
+    """Tell whether one of the names is part of a name that a code looks up."""
+    return any(type(one) is str and name in one for one in code.co_names for name in names)
 
 
 def _sets(guard: Any, owner: Any, name: str) -> None:
@@ -191,7 +210,7 @@ def _sets(guard: Any, owner: Any, name: str) -> None:
     if name in SETS_OF_FUNCTIONS and any(map(is_, guard.functions, repeat(owner))):
         odd(guard, "sets " + name)
     elif name in ("__code__", "__class__", "__bases__") and _is_judged(guard, owner):
-        odd(guard, "sets " + name, origin(guard, code_below(guard)))
+        odd(guard, "sets " + name, _user(guard, "", name, "setattr", "delattr"))
 
 
 def _is_judged(guard: Any, owner: Any) -> bool:
@@ -238,11 +257,11 @@ def _sees_files(guard: Any, event: str, path: str, target: str, flags: Any) -> N
     else:
         is_memory, flags = event == "os.symlink" and path.rpartition("/")[2] == "mem", WRITES
     if is_memory:
-        odd(guard, "opens the memory of a process", _user(guard))
+        odd(guard, "opens the memory of a process", _user(guard, event))
     elif target.endswith(".py") and flags & WRITES:
         file = place(guard, target)
         if file in guard.judged or (file[:1] != "/" and file.rpartition("/")[2] == "conftest.py"):
-            odd(guard, "writes " + file, _user(guard))
+            odd(guard, "writes " + file, _user(guard, event))
 
 
 def _holds_folder() -> bool:
@@ -262,7 +281,7 @@ def _user_of_ctypes(guard: Any) -> str:
     while frame is not None and _passes_on(guard, frame.f_code):
         frame = frame.f_back
     file = origin(guard, frame and frame.f_code)
-    return file if file[:1] != "/" or names_ctypes(guard, file) else ""
+    return file if names_ctypes(guard, file) else ""
 
 
 def _passes_on(guard: Any, code: Any) -> bool:
