@@ -56,6 +56,8 @@ class TestReport(msgspec.Struct, frozen=True):
     always_equal: dict[str, list[str]] = {}
     """Classes whose values equal nearly everything -> the files that they come from."""
     young: list[str] = []
+    has_end: bool = False
+    """Whether the run came to its end."""
 
 
 _lines = msgspec.json.Decoder(_Line)
@@ -104,8 +106,10 @@ def _joined(modules: Mapping[str, Sealed]) -> _Answers:
 class Exam:
     """Run a task's tests on some files, and compare their answers outside the sandbox."""
 
-    def __init__(self, task: Task, patched: dict[str, str], modules: Mapping[str, Sealed]) -> None:
-        self.task = task
+    def __init__(
+        self, task: Task, patched: dict[str, str], modules: Mapping[str, Sealed], is_base: bool = False
+    ) -> None:
+        self.task, self._is_base = task, is_base
         self.answers = _joined(modules)
         self.canaries = f"test_{secrets.token_hex(8)}.py"
         files = {path: text for path, text in patched.items() if not is_set_up(path)}
@@ -123,7 +127,7 @@ class Exam:
         self._arguments = [*_pytest_command.FEWER_PLUGINS, *given]
 
     def run(self, sandboxes: Sandboxes, *options: str) -> tuple[CommandResult, TestReport]:
-        """Run the tests; the report is empty when they did not come to their end."""
+        """Run the tests; the report of a patch is empty when they did not come to their end."""
         report_path, key = f".{secrets.token_hex(16)}", secrets.token_hex(16)
         files = [*self.task.tests.files, self.canaries]
         recorder = f"make_recorder(load_apart({guard_text()!r}), {report_path!r}, {files!r})"
@@ -142,9 +146,10 @@ class Exam:
         return result, report
 
     def _parse(self, lines: list[bytes]) -> TestReport:
-        """Return an empty report if the end is missing; a later line never undoes a test's failure."""
-        entries, report = [_lines.decode(line) for line in lines], TestReport()
-        if not entries or not entries[-1].end:
+        """Return an empty report if a patch's end is missing; a later line never undoes a test's failure."""
+        entries = [_lines.decode(line) for line in lines]
+        report = TestReport(has_end=bool(entries and entries[-1].end))
+        if not report.has_end and not self._is_base:  # no policy has changed what the base shows line by line
             return report
         for line in entries:
             if line.answer is not None:

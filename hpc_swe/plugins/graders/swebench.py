@@ -14,6 +14,7 @@ Other parsers (sympy's, those of other languages) read a log that code under tes
 """
 
 import dataclasses
+import hashlib
 import re
 import shlex
 import threading
@@ -50,7 +51,7 @@ from hpc_swe.records import Outcome, Score, Task
 _STEP_S = 120.0
 _WRITING = "write the files of a grading"
 _MOST_BASES = 64
-_bases: dict[tuple[bytes, str], ParsedRun] = {}
+_bases: dict[bytes, ParsedRun] = {}
 _supports: dict[tuple[str, ...], tuple[str, ...]] = {}
 """Task -> the modules that only its tests import."""
 _bases_lock = threading.Lock()
@@ -177,11 +178,14 @@ def _run_and_accuse(task: Task, patch: str, sandboxes: Sandboxes) -> tuple[_Test
 def _base(task: Task, modules: str, sandboxes: Sandboxes) -> ParsedRun:
     """Run the tests on the base commit and import these modules, one a line, at the end; cache the result."""
     # A run that does not end excuses no oddity: a policy could choose tasks on which nothing is found out.
-    key = (msgspec.json.encode(task), modules)
+    key = hashlib.sha256(msgspec.json.encode((task, modules))).digest()
     with _bases_lock:
         known = _bases.get(key)
     if known is None:
-        known = _run_tests(task, "", sandboxes, modules).parsed
+        run = run_reliably(
+            lambda: _run_tests(task, "", sandboxes, modules), lambda run: run.timed_out, task.tests.timeout_s
+        )
+        known = run.parsed
         if known.odd or not known.complaint:
             with _bases_lock:
                 while len(_bases) >= _MOST_BASES:
