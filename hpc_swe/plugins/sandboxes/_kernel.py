@@ -59,10 +59,10 @@ def _maps(pid: str) -> int:
 
 def _tables_and_pipes(pid: str) -> int:
     fields = {}
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
-        fields = dict(line.split(":", 1) for line in file)
-    files = int(fields.get("FDSize", "0"))
-    tables = int(fields.get("VmPTE", "0 kB").split()[0]) * 1024
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", "rb") as file:  # a name has any bytes
+        fields = dict(line.split(b":", 1) for line in file)
+    files = int(fields.get(b"FDSize", b"0"))
+    tables = int(fields.get(b"VmPTE", b"0 kB").split()[0]) * 1024
     return tables + PIPE_BYTES * max(0, files - FEW_FILES)
 
 

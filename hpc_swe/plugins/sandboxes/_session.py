@@ -352,10 +352,10 @@ def _outside(process: int) -> dict[int, str | None]:
 def namespace_pids(process: int) -> list[str]:
     """Return a process's pid in each of its process namespaces, the host's first; empty when it has ended."""
     try:
-        lines = Path(f"/proc/{process}/status").read_text(errors="replace").splitlines()
+        lines = Path(f"/proc/{process}/status").read_bytes().split(b"\n")  # a process's name may hold b"\r"
     except OSError:
         return []
-    return next(line for line in lines if line.startswith("NSpid:")).split()[1:]
+    return next(line for line in lines if line.startswith(b"NSpid:")).decode().split()[1:]
 
 
 @contextmanager

@@ -1,13 +1,14 @@
 """What the kernel keeps for a program, and what of it reaches beyond the sandbox."""
 
 import fcntl
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from hpc_swe.plugins.sandboxes._session import Limits
+from hpc_swe.plugins.sandboxes._session import Limits, namespace_pids
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
 from hpc_swe.plugins.sandboxes.base import Sandbox
 from hpc_swe.records import Task
@@ -95,3 +96,26 @@ os.fsync(own)
     began = time.monotonic()
     assert sandbox.run("sync; echo $?", 60).output.endswith("0\n")
     assert time.monotonic() - began < 60
+
+
+def test_a_process_may_have_any_name(sandbox: Sandbox):
+    program = """
+import ctypes, sys, time
+libc = ctypes.CDLL(None)
+for name in (b"\\xff", "\u00fc".encode() * 8, b"a\\rb", b"x\\rFDSize: z", b"\\rNSpid: 1"):
+    assert libc.prctl(15, name) == 0
+    time.sleep(0.6)
+print("end")
+"""
+    assert sandbox.python(program, 60).output == "end\n"
+    assert sandbox.run("echo alive", 60).output == "alive\n"
+
+
+def test_a_name_hides_from_the_host_no_number_of_a_process():
+    command, own = Path("/proc/self/comm"), namespace_pids(os.getpid())
+    before = command.read_bytes()
+    try:
+        command.write_bytes(b"\rNSpid: 1 2")
+        assert namespace_pids(os.getpid()) == own != ["1", "2"]
+    finally:
+        command.write_bytes(before.rstrip(b"\n"))
