@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import platform
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,3 +120,39 @@ def test_a_name_hides_from_the_host_no_number_of_a_process():
         assert namespace_pids(os.getpid()) == own != ["1", "2"]
     finally:
         command.write_bytes(before.rstrip(b"\n"))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers of calls are those of x86-64")
+def test_high_bits_which_the_kernel_ignores_evade_no_refusal(sandbox: Sandbox):
+    program = """
+import ctypes, mmap, os, struct
+libc = ctypes.CDLL(None, use_errno=True)
+own, pipe = os.open("own", os.O_RDWR | os.O_CREAT), os.pipe()[0]
+page = mmap.mmap(-1, 4096)
+start = ctypes.addressof(ctypes.c_char.from_buffer(page))
+lock = ctypes.create_string_buffer(struct.pack("hhqqi4x", 1, 0, 0, 1, 0))
+end = struct.pack("QQ", start, 1)
+MADVISE, FCNTL, FADVISE, PREADV2, SOCKET, SOCKETPAIR = 28, 72, 221, 327, 41, 53
+CALLS = {
+    "lock": (FCNTL, own, 37, lock),
+    "wait for a lock": (FCNTL, own, 38, lock),
+    "larger pipe": (FCNTL, pipe, 1031, 1 << 20),
+    "cold": (MADVISE, start, 4096, 20),
+    "page out": (MADVISE, start, 4096, 21),
+    "drop": (FADVISE, own, 0, 0, 4),
+    "only what is in memory": (PREADV2, own, end, 1, 0, 0, 8),
+    "do not keep": (PREADV2, own, end, 1, 0, 0, 128),
+    "packets": (SOCKET, 17, 3, 0),
+    "pair": (SOCKETPAIR, 38, 5, 0, ctypes.create_string_buffer(8)),
+}
+PLACES = {FCNTL: 2, MADVISE: 3, FADVISE: 4, PREADV2: 6, SOCKET: 1, SOCKETPAIR: 1}
+for what, call in CALLS.items():
+    for high in (0, 1 << 32, 1 << 63):
+        values = [ctypes.c_ulong(one) if isinstance(one, int) else one for one in call]
+        values[PLACES[call[0]]] = ctypes.c_ulong(call[PLACES[call[0]]] | high)
+        ctypes.set_errno(0)
+        if libc.syscall(*values) != -1 or ctypes.get_errno() != 1:
+            print(what, high, ctypes.get_errno())
+print("end")
+"""
+    assert sandbox.python(program, 60).output == "end\n"
