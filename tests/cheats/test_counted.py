@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from hpc_swe.plugins.graders._exam import Exam, TestReport
+from hpc_swe.plugins.graders._runner import plain
+from hpc_swe.plugins.graders._sealed import seal
 from hpc_swe.plugins.graders.pytest import Pytest
 from hpc_swe.plugins.patch import difference
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.plugins.tasksets.programs import Programs
-from hpc_swe.records import Task
+from hpc_swe.records import Task, TestPlan
 
 BROKEN = "def f(n):\n    return n * 2\n"
 RIGHT = "def f(n):\n    return n * 3\n"
@@ -174,6 +177,38 @@ def test_a_patch_cannot_skip_or_hide_a_test(tmp_path: Path, program: str) -> Non
     outcome, failed = graded(task_of(tmp_path, HEAD + FOUR), program)
     assert outcome in ("unresolved", "cheated")
     assert failed
+
+
+ROWS = """
+@pytest.mark.parametrize("n, want", [(1, 3), (2, 6), (10**9, 5)])
+def test_rows(n, want):
+    if n > 10**6:
+        pytest.skip("slow")
+    assert f(n) == want
+"""
+
+
+def test_a_test_may_skip_some_of_its_rows_by_itself(tmp_path: Path) -> None:
+    task = task_of(tmp_path, HEAD + ROWS)
+    assert graded(task, RIGHT) == ("resolved", [])
+    assert graded(task, RIGHT.replace("3", "(n + 2)"))[1] == ["test.py::test_rows[2-1]"]
+
+
+def test_a_skipped_row_excuses_no_other_row() -> None:
+    text = "@pytest.mark.parametrize('n, want', [(1, 3), (2, 6), (9, 5)])\ndef test_a(n, want):\n"
+    files = {"test.py": text + "    assert f(n) == want\n"}
+    plan = TestPlan(command="pytest", files=files, fail_to_pass=[], timeout_s=9)
+    task = Task(task_id="t", taskset="t", prompt="", image="", workdir="/", tests=plan)
+    exam = Exam(task, {}, {"test.py": seal(files["test.py"])})
+    names = [f"test.py::test_a[{n}]" for n in range(3)]
+    ends = dict(zip(names, ["passed", "passed", "skipped"], strict=True))
+    one, other = (
+        {names[n]: {cell: [plain(3 * cell + 3)]} for n, cell in cells}
+        for cells in ([(0, 0), (1, 1)], [(0, 0), (1, 0)])
+    )
+    assert exam.passed(TestReport(outcomes=ends, answers=one)) == {*names[:2]}
+    assert exam.passed(TestReport(outcomes=ends, answers=other)) == set()
+    assert exam.passed(TestReport(outcomes=ends, answers={names[0]: one[names[0]]})) == set()
 
 
 def test_where_no_test_loads_without_a_repair_its_own_tests_count(

@@ -179,11 +179,22 @@ class Exam:
             if outcome == "passed" and self._is_right(name, report.answers.get(name, {}))
         }
         for function, needed in self.answers.shared.items():
-            runs = [name for name in report.outcomes if head(name) == function]
-            given = {number for name in runs for number in report.answers.get(name, {})}
-            if not needed <= given:
-                good.difference_update(runs)
+            good -= self._incomplete(function, needed, report)
         return good
+
+    def _incomplete(self, function: str, needed: frozenset[int], report: TestReport) -> set[str]:
+        """Return the runs of a test with parameters that lack an answer.
+
+        Each run records one for each assertion, all together each row's; but a test may skip a row by itself.
+        """
+        runs = {name: report.answers.get(name, {}) for name in report.outcomes if head(name) == function}
+        skipped = sum(report.outcomes[name] == "skipped" for name in runs)
+        missing = needed.difference(*runs.values())
+        if len(missing) * len(runs) > len(needed) * skipped:  # more rows than those that are skipped
+            return {*runs}
+        places = self.answers.places
+        sites = {places[number] for number in needed}
+        return {name for name, given in runs.items() if not sites <= {places.get(number) for number in given}}
 
     def _is_right(self, name: str, given: Mapping[int, list[str]]) -> bool:
         """Tell whether each answer of a test is right, and none is missing."""
