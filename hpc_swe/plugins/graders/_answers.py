@@ -4,12 +4,13 @@ An answer is the JSON of `_runner.plain`. It comes from a process that runs host
 trusted but that who writes the right answer knows it.
 """
 
-import math
+import cmath
 import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 from typing import Final
 
@@ -22,6 +23,7 @@ OPAQUE: Final = '["?",'
 _RATIO = re.compile(r"-?[0-9]+(/[0-9]+)?")
 _MOST_CHARACTERS = 1_000_000
 """Length of the longest answer that is decoded; equality needs no decoding."""
+_Tolerance = Callable[[complex, complex], float]
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,14 @@ def _number(found: object) -> Fraction | float:
     raise ValueError("not a real number")
 
 
+def _scalar(found: object) -> complex:
+    """Decode a number, which may be complex; raise ValueError for any other value."""
+    match found:
+        case ["j", real, imaginary]:
+            return complex(float(_number(real)), float(_number(imaginary)))
+    return float(_number(found))
+
+
 def _ordered(found: object) -> object:
     """Decode a value that has an order: a number, a text, or a list or tuple of such."""
     match found:
@@ -76,6 +86,8 @@ def _ordered(found: object) -> object:
 
 def _members(found: object) -> Sequence[object]:
     match found:
+        case str():
+            return [*found]
         case ["l" | "t" | "s", *members]:
             return members
         case ["d", *pairs]:
@@ -116,7 +128,7 @@ def _compares(compare: Callable[[object, object], bool]) -> Callable[[object, ob
     return lambda found, limit: compare(_ordered(found), _ordered(_json(limit)))
 
 
-def _near(found: object, expected: object, tolerance: Callable[[float, float], float]) -> bool:
+def _near(found: object, expected: object, tolerance: _Tolerance) -> bool:
     """Compare numbers, alone or in lists or dictionaries, as `pytest.approx` does."""
     match expected:
         case list() | tuple():
@@ -130,13 +142,13 @@ def _near(found: object, expected: object, tolerance: Callable[[float, float], f
             return values.keys() == keys.keys() and all(
                 _near(values[key], one, tolerance) for key, one in keys.items()
             )
-        case int() | float():
-            return _is_near(float(_number(found)), float(expected), tolerance)
+        case int() | float() | complex() | Decimal() | Fraction():
+            return _is_near(_scalar(found), _scalar(_json(expected)), tolerance)
     return found == _json(expected)
 
 
-def _is_near(one: float, other: float, tolerance: Callable[[float, float], float]) -> bool:
-    is_finite = math.isfinite(one) and math.isfinite(other)  # else each tolerance would be infinite
+def _is_near(one: complex, other: complex, tolerance: _Tolerance) -> bool:
+    is_finite = cmath.isfinite(one) and cmath.isfinite(other)  # else each tolerance would be infinite
     return one == other or (is_finite and abs(one - other) <= tolerance(one, other))
 
 
@@ -154,19 +166,19 @@ def _isclose(found: object, expected: object, rel: object, abs_: object) -> bool
 
 def _almost(found: object, expected: object, places: object, delta: object) -> bool:
     """Compare as `assertAlmostEqual`."""
-    number, right = float(_number(found)), float(_number(_json(expected)))
+    number, right = _scalar(found), _scalar(_json(expected))
     if delta is not None:
         return abs(number - right) <= float(_number(_json(delta)))
-    return number == right or round(number - right, int(_number(_json(places)))) == 0
+    return number == right or round(abs(number - right), int(_number(_json(places)))) == 0
 
 
 def _both(found: object, first: str, low: object, second: str, high: object) -> bool:
     return bool(_RELATIONS[first](found, low) and _RELATIONS[second](found, high))
 
 
-def _within(found: object, expected: object, distance: object) -> bool:
-    number, right, most = (float(_number(one)) for one in (found, _json(expected), _json(distance)))
-    return abs(number - right) < most
+def _within(found: object, expected: object, distance: object, how: str) -> bool:
+    away, most = abs(_scalar(found) - _scalar(_json(expected))), float(_number(_json(distance)))
+    return away < most or (how == "<=" and away == most)
 
 
 _RELATIONS: Mapping[str, Callable[..., object]] = {

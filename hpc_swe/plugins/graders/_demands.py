@@ -32,9 +32,11 @@ _OPERATORS: dict[type, Callable[..., object]] = {
 }
 _COMPARES: dict[type, str] = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.NotEq: "!="}
 _MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "!=": "!=", "==": "==", "counts": "counts"}
+_ISCLOSE = {"isclose", "math.isclose"}
+"""Those of other modules have other tolerances."""
 _COMPARING = re.compile("equal|close|compare|same|match|diff", re.IGNORECASE)
 """Names of functions that compare values in the sandbox."""
-_KINDS = ("", "List", "Tuple", "Dict", "Set", "Sequence", "MultiLine")
+_KINDS = ("", "List", "Tuple", "Dict", "Set", "MultiLine")
 _HOWS = {f"assert{kind}Equal": "==" for kind in _KINDS} | {"assertEquals": "==", "assertNotEqual": "!="}
 _HOWS |= {"assertLess": "<", "assertLessEqual": "<=", "assertGreater": ">", "assertGreaterEqual": ">="}
 _HOWS |= {"assertCountEqual": "counts"}
@@ -145,7 +147,7 @@ def demands(test: ast.expr) -> list[Demand]:
             return _of_choice(values)
         case ast.UnaryOp(op=ast.Not(), operand=operand) if _has_truth(operand):
             return [Demand(operand, "==", (ast.Constant(True),), "not ({})")]  # noqa: FBT003
-        case ast.Call(func=ast.Name(id="isclose") | ast.Attribute(attr="isclose"), args=[one, other]):
+        case ast.Call(func=func, args=[one, other]) if ast.unparse(func) in _ISCLOSE:
             return _of_isclose(one, other, test.keywords)
     if _has_truth(test):
         return [Demand(test, "==", (ast.Constant(True),), "not not ({})")]  # noqa: FBT003
@@ -180,7 +182,8 @@ def _of_compare(left: ast.expr, op: ast.cmpop, right: ast.expr) -> list[Demand]:
     match left:
         case ast.Call(func=ast.Name(id="abs"), args=[ast.BinOp(left=one, op=ast.Sub(), right=other)]):
             if how in ("<", "<="):
-                return [Demand(one, "within", (other, right)), Demand(other, "within", (one, right))]
+                bounds = (right, ast.Constant(how))
+                return [Demand(one, "within", (other, *bounds)), Demand(other, "within", (one, *bounds))]
     return [Demand(left, how, (right,)), Demand(right, _MIRRORED[how], (left,))]
 
 
@@ -191,7 +194,7 @@ def _of_equality(left: ast.expr, right: ast.expr) -> list[Demand]:
             case ast.Call(func=ast.Name(id="approx") | ast.Attribute(attr="approx"), args=[one, *more]):
                 if len(more) <= 2:
                     given = dict(zip(("rel", "abs"), more, strict=False))
-                    given |= {word.arg: word.value for word in side.keywords if word.arg}
+                    given |= {word.arg or "**": word.value for word in side.keywords}
                     none = ast.Constant(None)
                     sides = (one, given.pop("rel", none), given.pop("abs", none))
                     found += [] if given else [Demand(node, "approx", sides)]
@@ -224,6 +227,9 @@ def _of_isclose(one: ast.expr, other: ast.expr, keywords: list[ast.keyword]) -> 
 
 def of_method(call: ast.Call, name: str) -> list[Demand]:
     """Return what a method of `unittest.TestCase` demands; of two demands, either may be made of literals."""
+    unpacks = any(isinstance(one, ast.Starred) for one in call.args)
+    if unpacks or any(word.arg is None for word in call.keywords):
+        return []
     match call.args:
         case [one, *_] if name in _TRUTHS and (_has_truth(one) or "None" in name):
             return [Demand(one, "==", (ast.Constant(True),), _TRUTHS[name])]  # noqa: FBT003

@@ -113,6 +113,8 @@ def _assigned(statements: Iterable[ast.stmt], stores: Counter[str]) -> dict[str,
 def indexed(bound: Bound | None) -> Cells | None:
     """Return the cells of a list, tuple or dictionary that a name is bound to."""
     match bound:
+        case ast.Dict(keys=keys) if not all(keys):  # it unpacks another one
+            return None
         case ast.List(elts=cells) | ast.Tuple(elts=cells) | ast.Dict(values=cells) if cells:
             return Cells(tuple(cells), is_indexed=True, is_complete=False)
     return None

@@ -26,10 +26,12 @@ from hpc_swe.plugins.graders._demands import (
 )
 from hpc_swe.plugins.graders._scopes import Cells, Scope, indexed, scope_of_module, scope_of_test
 from hpc_swe.plugins.graders._steps import steps
-from hpc_swe.plugins.syntax import PythonText
+from hpc_swe.plugins.syntax import PythonText, parse
 from hpc_swe.plugins.visible_tests import TestFunction, functions
 
 _RECORDS = "__import__('__main__').RECORDER.answer({}, {})"
+_OWNERS = {"isclose": "math", "approx": "pytest"}
+"""Functions that are sealed by name -> module; those of other modules may have other tolerances."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,13 @@ def seal(text: str, opened: Iterable[str] = (), with_tables: bool = True, first:
         source = PythonText(text)
     except (SyntaxError, ValueError):
         return Sealed(text)
-    return _Sealer(source, frozenset(opened), with_tables).sealed(first)
+    sealer = _Sealer(source, frozenset(opened), with_tables)
+    module = sealer.sealed(first)
+    try:
+        parse(module.text)
+    except (SyntaxError, ValueError):  # an unknown form of assertion must not lose the whole module
+        return Sealed(text, assertions=sealer.total)
+    return module
 
 
 @dataclass(frozen=True)
@@ -161,7 +169,7 @@ def _cells_of(side: ast.expr, known: Scope) -> Cells | None:
     match side:
         case ast.Name(id=name) if isinstance(bound := known.get(name), Cells):
             return bound
-        case ast.Subscript(value=ast.Name(id=name)):
+        case ast.Subscript(value=ast.Name(id=name), slice=index) if not isinstance(index, ast.Slice):
             bound = known.get(name)
             return indexed(bound) if isinstance(bound, ast.expr) else None
     return None
@@ -178,6 +186,7 @@ class _Sealer:
         self.has_own = "addTypeEqualityFunc" in source.text or any(
             isinstance(node, TestFunction) and node.name in UNITTEST for node in nodes
         )
+        self.foreign = {name for name, module in _OWNERS.items() if not _imports(nodes, module, name)}
         self.assertions: list[_Assertion] = []
         self.loads: dict[int, set[int]] = {}
         """Identity of what a name is bound to -> identities of the nodes that read the name."""
@@ -231,12 +240,18 @@ class _Sealer:
     def _chosen(self, one: _Assertion, banned: frozenset[int]) -> list[tuple[ast.expr, _Choice | None]]:
         found = []
         for condition, offered in one.conditions():
-            choices = (one.choose(demand, banned) for demand in offered)
+            mine = (demand for demand in offered if demand.how not in self._foreign(condition))
+            choices = (one.choose(demand, banned) for demand in mine)
             allowed = (
                 choice for choice in choices if choice and (self.with_tables or not choice.is_parameter)
             )
             found.append((condition, next(allowed, None)))
         return found
+
+    def _foreign(self, condition: ast.expr) -> set[str]:
+        """Return the names of `_OWNERS` that a condition calls and that stand for other functions here."""
+        calls = (node.func for node in ast.walk(condition) if isinstance(node, ast.Call))
+        return self.foreign & {func.id for func in calls if isinstance(func, ast.Name)}
 
     def _missed(self, chosen: Sequence[_Chosen]) -> frozenset[int]:
         """Return the identities of what names are bound to that something else reads as well."""
@@ -318,9 +333,13 @@ class _Sealer:
     def _record(self, choice: _Choice, begin: int) -> str:
         """Return the statement that records the value; a key is added to the number of the first cell."""
         number = f"{begin} + ({self.source.segment(choice.key)})" if choice.key else f"{begin}"
-        return _RECORDS.format(
-            number, choice.demand.template.format(f"({self.source.segment(choice.demand.node)})")
-        )
+        segment = f"({self.source.segment(choice.demand.node)})"
+        return _RECORDS.format(number, choice.demand.template.replace("{}", segment, 1))
+
+
+def _imports(nodes: Iterable[ast.AST], module: str, name: str) -> bool:
+    imports = (node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == module)
+    return any(alias.name in (name, "*") for node in imports for alias in node.names)
 
 
 def _is_assertion(node: ast.AST) -> bool:

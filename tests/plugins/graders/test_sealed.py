@@ -12,6 +12,8 @@ from hpc_swe.plugins.graders._answers import OPAQUE, Check, is_plain
 from hpc_swe.plugins.graders._runner import plain
 from hpc_swe.plugins.graders._sealed import seal
 
+IMPORTS = "from math import isclose\nfrom pytest import approx\n"
+
 
 def test_of(body: str) -> str:
     return "def test_a():\n" + "".join(f"    {line}\n" for line in body.split("\n"))
@@ -35,7 +37,10 @@ SEALED = {
     "assert f() == 1 or f() == 2": [("in", [1, 2])],
     "assert f() == pytest.approx(0.5, abs=0.1)": [("approx", 0.5, None, 0.1)],
     "assert math.isclose(f(), 0.5)": [("isclose", 0.5, 1e-9, 0.0)],
-    "assert abs(f() - 0.5) < 1e-6": [("within", 0.5, 1e-6)],
+    "assert abs(f() - 0.5) < 1e-6": [("within", 0.5, 1e-6, "<")],
+    "assert abs(f() - 0.5) <= 1e-6": [("within", 0.5, 1e-6, "<=")],
+    "assert f() is '{}'": [("==", True)],
+    "want = [[1], [2]]\nassert f() == want[0]": [("==", [1]), ("==", [2])],
     "assert f()": [("==", True)],
     "assert not f()": [("==", True)],
     "assert f() is None": [("==", True)],
@@ -66,6 +71,13 @@ def test_expected_values_of_many_forms_are_taken_out(body: str) -> None:
         "assert 1 == 1",
         "assert f() > g()",
         "assert np.allclose(f(), [1])",
+        "assert np.isclose(f(), 1)",
+        "assert isclose(f(), 1)",
+        "assert f() == approx(1)",
+        "assert f() == pytest.approx(1, **bounds)",
+        "assert math.isclose(*pair)",
+        "want = [1, 2]\nassert f() == want[:1]",
+        "want = {**{'b': 2}, 'a': 1}\nassert f() == want['a']",
         "assert all(x == 3 for x in f())",
         "want = [1]\nwant.append(2)\nassert f() == want",
         "n = 3\nassert f(n) == n",
@@ -99,6 +111,27 @@ def test_assertions_of_unittest_are_sealed_and_own_ones_are_not() -> None:
     assert (sealed.sealed, sealed.assertions) == (6, 7)
     own = text + "    def assertEqual(self, one, other): pass\n"
     assert not seal(own).checks
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "AlmostEqual(*pair, 5)",
+        "Equal(*pair, 'why')",
+        "Equal(f(), *more)",
+        "AlmostEqual(f(), 1, **how)",
+        "SequenceEqual(f(), [1])",
+    ],
+)
+def test_a_call_that_unpacks_or_compares_loosely_stays(call: str) -> None:
+    text = f"class TestA(unittest.TestCase):\n    def test_b(self):\n        self.assert{call}\n"
+    assert seal(text).text == text
+
+
+def test_functions_are_known_by_the_module_that_they_are_imported_from() -> None:
+    text = test_of("assert isclose(f(), 1)\nassert f() == approx(1)")
+    assert seal(IMPORTS + text).sealed == 2
+    assert seal(IMPORTS.replace("math", "numpy").replace("pytest", "mod") + text).sealed == 0
 
 
 def test_parameters_are_sealed_unless_ids_of_tests_are_given() -> None:
@@ -244,7 +277,14 @@ def test_values_with_an_equality_of_their_own_are_not_plain(value: object) -> No
         ("approx", (float("inf"), None, None), float("inf"), 3),
         ("almost", (0.5, 3, None), 0.5002, 0.51),
         ("almost", (0.5, 7, 0.1), 0.55, 0.7),
-        ("within", (0.5, 1e-3), 0.5001, "0.5"),
+        ("within", (0.5, 1e-3, "<"), 0.5001, "0.5"),
+        ("within", (100, 1, "<="), 101, 102),
+        ("within", (100, 1, "<"), 100.5, 101),
+        ("almost", (1 + 2j, 7, None), 1 + 2.00000001j, 1 + 2.1j),
+        ("approx", (1 + 2j, None, None), 1 + 2.0000001j, 2j),
+        ("approx", (Decimal(1), None, None), Decimal("1.0000001"), 2),
+        ("counts", ("cab",), "abc", "ab"),
+        ("counts", ("cab",), ["a", "b", "c"], ["abc"]),
     ],
 )
 def test_a_relation_holds_outside_as_it_does_inside(
