@@ -211,6 +211,21 @@ def test_a_skipped_row_excuses_no_other_row() -> None:
     assert exam.passed(TestReport(outcomes=ends, answers={names[0]: one[names[0]]})) == set()
 
 
+MANY = {
+    "a few values often": "    for n in range(20_000):\n        assert 0 <= f(n % 9) < 25\n",
+    "many values": "    for n in range(20_000):\n        assert f(n) >= 0\n",
+    "a long value": "    assert 300 in [f(n) for n in range(200_000)]\n",
+    "a large number": "    assert f(10**5000) > 10**50\n",
+}
+
+
+@pytest.mark.parametrize("body", MANY.values(), ids=MANY.keys())
+def test_a_test_may_compare_more_than_a_report_holds(tmp_path: Path, body: str) -> None:
+    task = task_of(tmp_path, HEAD + FOUR + "def test_many():\n" + body)
+    assert graded(task, RIGHT) == ("resolved", [])
+    assert "test.py::test_many" in graded(task, "def f(n):\n    return -1\n")[1]
+
+
 def test_where_no_test_loads_without_a_repair_its_own_tests_count(
     tmp_path: Path,
 ) -> None:

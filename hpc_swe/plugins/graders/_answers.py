@@ -16,13 +16,13 @@ from typing import Final
 
 import msgspec
 
-from hpc_swe.plugins.graders._runner import plain
+from hpc_swe.plugins.graders._runner import MOST_CHARACTERS, plain, shortened
 
 OPAQUE: Final = '["?",'
 """Begins the answer for a value that only the process itself could compare."""
-_RATIO = re.compile(r"-?[0-9]+(/[0-9]+)?")
-_MOST_CHARACTERS = 1_000_000
-"""Length of the longest answer that is decoded; equality needs no decoding."""
+_LONG: Final = '["#",'
+"""Begins the digest of a long answer, which can only be compared for equality."""
+_RATIO = re.compile(r"(-?[0-9a-f]+)(?:/([0-9a-f]+))?")
 _Tolerance = Callable[[complex, complex], float]
 
 
@@ -37,13 +37,18 @@ class Check:
     def accepts(self, answer: str) -> bool:
         """Tell whether an answer is right; one that cannot be compared is wrong."""
         if self.how == "==":
-            return answer == plain(self.expected[0])
-        if len(answer) > _MOST_CHARACTERS or answer.startswith(OPAQUE):
+            return answer == shortened(plain(self.expected[0]))
+        if len(answer) > MOST_CHARACTERS or answer.startswith((OPAQUE, _LONG)):
             return False
         try:
             return bool(_RELATIONS[self.how](msgspec.json.decode(answer), *self.expected))
         except (msgspec.MsgspecError, ValueError, TypeError, IndexError, ArithmeticError, RecursionError):
             return False
+
+    def is_opaque(self, answer: str) -> bool:
+        """Tell whether only the process itself could compare what is answered."""
+        is_long = answer.startswith(_LONG) and self.how != "=="
+        return (OPAQUE in answer or is_long) and not self.accepts(answer)
 
 
 def is_plain(value: object) -> bool:
@@ -61,8 +66,8 @@ def _number(found: object) -> Fraction | float:
     match found:
         case ["=", ("inf" | "-inf" | "nan") as text]:
             return float(text)
-        case ["=", str(text)] if _RATIO.fullmatch(text):  # others may take minutes: 1e999999999
-            return Fraction(text)
+        case ["=", str(text)] if ratio := _RATIO.fullmatch(text):
+            return Fraction(int(ratio[1], 16), int(ratio[2] or "1", 16))
     raise ValueError("not a real number")
 
 

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 import msgspec
 
 from hpc_swe.plugins import _pytest_command
-from hpc_swe.plugins.graders._answers import OPAQUE, Check
+from hpc_swe.plugins.graders._answers import Check
 from hpc_swe.plugins.graders._images import file_time_ns, require_unchanged
 from hpc_swe.plugins.graders._report import KEY, verified_lines
 from hpc_swe.plugins.graders._sealed import Sealed, seal
@@ -220,7 +220,7 @@ class Exam:
         return frozenset(
             self.answers.places[number]
             for number, texts in given
-            if number in checks and any(OPAQUE in text and not checks[number].accepts(text) for text in texts)
+            if number in checks and any(map(checks[number].is_opaque, texts))
         )
 
     def wanted(self, collected: Iterable[str], report: TestReport) -> set[str]:

@@ -78,6 +78,8 @@ SEEN = REACHES | FILES | SETS | {"import", "exec"}
 SETS_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 WRITES = os.O_WRONLY | os.O_RDWR
 CTYPES = os.path.realpath(os.path.dirname(os.__file__)) + "/ctypes/"  # noqa: PTH120
+MOST_ANSWERS = 400_000  # characters of the answers of one assertion, with LINE for each
+LINE = 100  # characters that a line of the report has beside an answer
 FROZEN = "<frozen importlib"
 list_names, stat_file = os.listdir, os.fstat
 collects, stop_collecting, go_on_collecting = gc.isenabled, gc.disable, gc.enable
@@ -102,7 +104,7 @@ def make_guard(code: Any, path: str, root: str, files: Any) -> Any:
     guard.must_compare, guard.is_pure, guard.listener = not hasattr(sys, "addaudithook"), True, None
     guard.is_watching, guard.bottom, guard.phase, guard.test, guard.hooks = True, None, None, "", None
     guard.judged = frozenset(place(guard, root + "/" + file) for file in files) - {""}
-    guard.defined, guard.bound = set(), set()
+    guard.defined, guard.bound, guard.answers, guard.used = set(), set(), set(), {}
     for file in guard.judged:
         guard.defined.update(name for name, _ in read_codes(guard, file))
         guard.bound.update(read_names(root + "/" + file))
@@ -324,7 +326,14 @@ def _pytest_calls(guard: Any) -> bool:
 
 
 def answer(guard: Any, number: Any, value: Any) -> None:
-    guard.note(test=guard.test, place=int.__repr__(number), answer=exact(value))
+    """Note an answer of a test once, and no more than fit into the report: others cannot be compared."""
+    place = int.__repr__(number)
+    used = guard.used.get(place, 0)
+    key = guard.test, place, exact(value) if used < MOST_ANSWERS else '["?","many"]'
+    if key not in guard.answers:
+        guard.answers.add(key)
+        guard.used[place] = used + len(key[2]) + LINE
+        guard.note(test=key[0], place=place, answer=key[2])
 
 
 def tell_outcome(guard: Any, test: Any, doc: Any, outcome: Any) -> None:

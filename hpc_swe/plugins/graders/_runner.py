@@ -5,6 +5,7 @@ of `make_recorder` and `main` at its end. It shares a process with untrusted cod
 little; see `_sealed`.
 """
 
+import hashlib
 import os
 import sys
 from collections import Counter, OrderedDict, UserList, UserString
@@ -56,6 +57,7 @@ def plain(value: Any) -> str:  # noqa: C901, PLR0911  (one line for each kind of
 
 
 NUMBERS = (int, float, complex, Decimal, Fraction)
+MOST_CHARACTERS = 10_000
 PLAIN = (*NUMBERS, str, bytes, bytearray, list, tuple, dict, OrderedDict, Counter, set, frozenset)
 
 
@@ -66,7 +68,10 @@ def _compares_as(kind: type, kinds: tuple[type, ...]) -> bool:
 
 
 def _number(value: Any) -> str:
-    """Write a number in one way, whatever its type: as an exact fraction."""
+    """Write a number in one way, whatever its type: as an exact fraction.
+
+    Hexadecimal digits may be many; Python refuses to write more than 4,300 decimal ones.
+    """
     if isinstance(value, complex):
         if value.imag:
             return _joined("j", [_number(value.real), _number(value.imag)])
@@ -75,7 +80,14 @@ def _number(value: Any) -> str:
         above, below = value.as_integer_ratio()
     except (OverflowError, ValueError):  # infinite, or not a number
         return _joined("=", [quote(str(float(value)))])
-    return _joined("=", [quote(str(above) if below == 1 else f"{above}/{below}")])
+    return _joined("=", [quote(f"{above:x}" if below == 1 else f"{above:x}/{below:x}")])
+
+
+def shortened(text: str) -> str:
+    """Return what stands for a plain value in the report: if it is long, a digest, which only == can use."""
+    if len(text) <= MOST_CHARACTERS:
+        return text
+    return _joined("#", [quote(hashlib.sha256(text.encode()).hexdigest())])
 
 
 def _joined(kind: str, parts: Iterable[str]) -> str:
@@ -148,8 +160,8 @@ class Recorder:
     def answer(self, place: int, value: object) -> None:
         """Record `value`; the call replaces the assertion that compared it with a literal."""
         try:
-            text = plain(value)
-        except RecursionError:  # it is in itself
+            text = shortened(plain(value))
+        except (RecursionError, ValueError):  # it is in itself, or is a number that signals
             text = _joined("?", [quote(type(value).__name__)])
         self._tell("answer", place, text)
 

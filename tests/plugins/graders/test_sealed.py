@@ -312,6 +312,23 @@ def test_no_forged_answer_is_right_or_costs_time(answer: str) -> None:
         assert not Check(how, expected).accepts(answer)
 
 
+def test_a_long_value_is_compared_by_its_digest_and_only_for_equality() -> None:
+    told: list[str] = []
+    recorder = _runner.Recorder(lambda *words: told.append(words[2]), frozenset())
+    long = list(range(100_000))
+    for value in (long, long[1:], 10**5000, Decimal("sNaN")):
+        recorder.answer(3, value)
+    first, second, power, signal = told
+    assert max(map(len, told)) < 10_000
+    assert Check("==", (long,)).accepts(first)
+    assert not Check("==", (long,)).accepts(second)
+    assert not Check("==", (long,)).is_opaque(second)
+    assert not Check("has", (5,)).accepts(first)
+    assert Check("has", (5,)).is_opaque(first)
+    assert Check(">", (10**50,)).accepts(power)
+    assert Check(">", (10**50,)).is_opaque(signal)
+
+
 def test_a_value_that_holds_itself_is_recorded_all_the_same() -> None:
     told: list[tuple[object, ...]] = []
     loop: list[object] = []
