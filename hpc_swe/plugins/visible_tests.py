@@ -2,7 +2,7 @@
 
 import ast
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeGuard
 
 from hpc_swe.plugins.syntax import PythonText, as_read, parse
@@ -23,17 +23,32 @@ def ids_of_tests(text: str, path: str = TESTS) -> list[str]:
         module = parse(as_read(text))
     except (SyntaxError, ValueError):
         return []
-    return list(
-        dict.fromkeys(_ids(module.body, path))
-    )  # a later function replaces an earlier one of its name
+    # A later function replaces an earlier one of its name.
+    return [] if _says_no(module.body) else list(dict.fromkeys(_ids(module.body, path)))
 
 
 def _ids(body: Iterable[ast.stmt], owner: str) -> Iterator[str]:
     yield from (f"{owner}::{node.name}" for node in body if _is_test(node))
+    classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
     for node in body:
-        if isinstance(node, ast.ClassDef) and (node.name.startswith("Test") or _is_unittest(node)):
+        if not isinstance(node, ast.ClassDef) or _excludes(node, classes):
+            continue
+        if node.name.startswith("Test") or _is_unittest(node):
             inner = [one for one in node.body if not (isinstance(one, ast.ClassDef) and _is_unittest(node))]
             yield from _ids(inner, f"{owner}::{node.name}")
+
+
+def _excludes(node: ast.ClassDef, known: Mapping[str, ast.ClassDef]) -> bool:
+    """Tell whether pytest finds no test in a class, for its own sake or that of a base among `known`."""
+    methods = {one.name for one in node.body if isinstance(one, TestFunction)}
+    is_made = not _is_unittest(node) and not methods.isdisjoint({"__init__", "__new__"})
+    others = {name: one for name, one in known.items() if one is not node}
+    bases = [others[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in others]
+    return is_made or _says_no(node.body) or any(_excludes(base, others) for base in bases)
+
+
+def _says_no(body: Iterable[ast.stmt]) -> bool:
+    return any(isinstance(one, ast.Assign) and ast.unparse(one) == "__test__ = False" for one in body)
 
 
 def name_of(test_id: str) -> str:

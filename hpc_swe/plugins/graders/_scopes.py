@@ -19,6 +19,8 @@ class Cells:
     """Whether the name is that of the container, which must be indexed."""
     is_complete: bool = True
     """Whether each passing run meets every cell."""
+    only: int | None = None
+    """Position of the only cell that is met; None if there may be several."""
     is_parameter: bool = False
     """Whether pytest makes a test of each cell."""
 

@@ -12,7 +12,8 @@ image's could write what the image cannot read.
 
 import ast
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hpc_swe.plugins.graders._answers import Check
 from hpc_swe.plugins.graders._demands import (
@@ -83,9 +84,11 @@ class _Choice:
     """Expression that tells, when it is run, which cell is expected."""
     cells: Cells | None = None
 
-    @property
-    def is_complete(self) -> bool:
-        return self.cells is None or self.cells.is_complete
+    def needed(self, numbers: range) -> Sequence[int]:
+        """Return the numbers, of those of all cells, that each passing run records if it comes by."""
+        if self.cells is None or self.cells.is_complete:
+            return numbers
+        return [] if self.cells.only is None else [numbers[self.cells.only]]
 
     @property
     def is_parameter(self) -> bool:
@@ -171,7 +174,22 @@ def _cells_of(side: ast.expr, known: Scope) -> Cells | None:
             return bound
         case ast.Subscript(value=ast.Name(id=name), slice=index) if not isinstance(index, ast.Slice):
             bound = known.get(name)
-            return indexed(bound) if isinstance(bound, ast.expr) else None
+            if isinstance(bound, ast.expr) and (cells := indexed(bound)):
+                return replace(cells, only=_position(bound, index))
+    return None
+
+
+def _position(container: ast.expr, index: ast.expr) -> int | None:
+    """Return which cell of a container an index stands for, if it is a literal."""
+    try:
+        key: Any = literal(index, {})
+        match container:
+            case ast.Dict(keys=keys):
+                return {literal(one, {}): n for n, one in enumerate(filter(None, keys))}[key]
+            case ast.List(elts=cells) | ast.Tuple(elts=cells):
+                return list(range(len(cells)))[int(key)]
+    except (ValueError, LookupError, TypeError):  # no literal, or one at which the test itself fails
+        return None
     return None
 
 
@@ -302,8 +320,8 @@ class _Sealer:
                 numbers = range(begin, begin + len(given))
                 checks |= dict(zip(numbers, given, strict=True))
                 places |= dict.fromkeys(numbers, one.place)
-                if one.is_required and choice.is_complete and one.definition not in replaced:
-                    (shared if choice.is_parameter else required)[one.test].update(numbers)
+                if one.is_required and one.definition not in replaced:
+                    (shared if choice.is_parameter else required)[one.test].update(choice.needed(numbers))
                 lines.append(self._record(choice, begin))
                 changes |= choice.changes(one.scope)
             changes[id(one.statement)] = (one.statement, "; ".join(lines))

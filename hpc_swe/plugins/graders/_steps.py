@@ -26,8 +26,7 @@ def _of_body(body: list[ast.stmt], is_required: bool, scope: Scope) -> Iterator[
             case ast.Assert() | ast.Expr():
                 yield statement, is_required
             case ast.With(items=items) | ast.AsyncWith(items=items):
-                contexts = [ast.dump(item.context_expr) for item in items]
-                if not any(map(_SWALLOWS.search, contexts)):
+                if not any(_swallows(item.context_expr) for item in items):
                     yield from _of_body(statement.body, is_required, scope)
             case ast.For():
                 meets_all = is_required and loops_over(statement, scope)
@@ -39,6 +38,13 @@ def _of_body(body: list[ast.stmt], is_required: bool, scope: Scope) -> Iterator[
                 yield from _of_body([*statement.body], False, scope)  # noqa: FBT003
                 yield from _of_body([*statement.orelse], False, scope)  # noqa: FBT003
         is_required = is_required and not _leaves(statement)
+
+
+def _swallows(context: ast.expr) -> bool:
+    """Tell whether a block may end well after a failure in it, by the names of what is called."""
+    calls = [one.func for one in ast.walk(context) if isinstance(one, ast.Call)]
+    shown = calls if isinstance(context, ast.Call) else [context]
+    return any(_SWALLOWS.search(ast.unparse(one)) for one in shown)
 
 
 def _of_try(statement: ast.Try, is_required: bool, scope: Scope) -> Iterator[Step]:

@@ -11,6 +11,7 @@ from hpc_swe.plugins.graders import _runner
 from hpc_swe.plugins.graders._answers import OPAQUE, Check, is_plain
 from hpc_swe.plugins.graders._runner import plain
 from hpc_swe.plugins.graders._sealed import seal
+from hpc_swe.plugins.visible_tests import ids_of_tests
 
 IMPORTS = "from math import isclose\nfrom pytest import approx\n"
 
@@ -56,6 +57,7 @@ SEALED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.is. with a literal")
 @pytest.mark.parametrize("body", SEALED)
 def test_expected_values_of_many_forms_are_taken_out(body: str) -> None:
     sealed = seal(test_of(body))
@@ -156,6 +158,42 @@ def test_only_what_each_passing_run_reaches_is_required() -> None:
     sealed = seal(test_of(body), first=7)
     assert [one.expected for one in sealed.checks.values()] == [(1,), (2,), (3,)]
     assert sealed.required == {"test_a": {7}}
+
+
+def test_an_expected_value_at_a_constant_place_is_required() -> None:
+    body = "assert f(1) == EXP[-1]\nassert f(2) == KEYS['b']\nassert f(3) == EXP[n]"
+    sealed = seal("EXP = [5, 6]\nKEYS = {'a': 7, 'b': 8}\n" + test_of(body))
+    assert sealed.sealed == 3
+    assert [sealed.checks[number].expected for number in sorted(sealed.required["test_a"])] == [(6,), (8,)]
+
+
+@pytest.mark.parametrize(
+    ("context", "is_sealed"),
+    [
+        ("self.subTest(n=n, expected=e)", True),
+        ("open('skipped')", True),
+        ("mock.patch('mod.fails')", True),
+        ("nested(pytest.raises(ValueError))", False),
+        ("expectation", False),
+        ("one if n else pytest.raises(ValueError)", False),
+    ],
+)
+def test_a_block_stays_if_it_calls_what_may_swallow_a_failure(context: str, is_sealed: bool) -> None:
+    assert bool(seal(test_of(f"with {context}:\n    assert f() == 1")).sealed) is is_sealed
+
+
+def test_pytest_is_sure_to_find_only_tests_of_classes_that_it_collects() -> None:
+    class_of = "class {}:\n    {}\n    def test_a(self): pass\n".format
+    bodies = {
+        "TestPlain": "x = 1",
+        "TestNone": "__test__ = False",
+        "TestMade": "def __init__(self): pass",
+        "TestHeir(TestMade)": "x = 1",
+        "TestCase(unittest.TestCase)": "def __init__(self, *names): super().__init__(*names)",
+    }
+    text = "".join(class_of(name, body) for name, body in bodies.items())
+    assert ids_of_tests(text) == ["test.py::TestPlain::test_a", "test.py::TestCase::test_a"]
+    assert ids_of_tests("__test__ = False\n" + text) == []
 
 
 def test_of_two_tests_of_one_name_only_the_one_that_counts_is_required() -> None:
