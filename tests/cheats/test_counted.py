@@ -292,3 +292,12 @@ def test_what_the_tests_themselves_do_to_the_process_is_no_cheat(tmp_path: Path)
     task = task_of(tmp_path, HEAD + FOUR + "\n" + tests)
     assert graded(task, RIGHT) == ("resolved", [])
     assert graded(task_of(tmp_path, HEAD + FOUR), f"import sys\nsys.settrace(None)\n{RIGHT}")[0] == "cheated"
+
+
+def test_answers_of_several_long_loops_fit_into_the_report_together(tmp_path: Path) -> None:
+    loop = "    for n in range(3_000):\n        assert 0 <= f(n) < 10**6\n        assert f(1) == 3\n"
+    tests = "".join(f"def test_{name}():\n{loop}" for name in "abcdef")
+    task = task_of(tmp_path, HEAD + tests)
+    assert graded(task, RIGHT) == ("resolved", [])
+    assert graded(task, "def f(n):\n    return 3 if n < 2_000 else -1\n")[0] == "unresolved"
+    assert graded(task, "def f(n):\n    return n + 1\n")[0] == "unresolved"

@@ -78,8 +78,9 @@ SEEN = REACHES | FILES | SETS | {"import", "exec"}
 SETS_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 WRITES = os.O_WRONLY | os.O_RDWR
 CTYPES = os.path.realpath(os.path.dirname(os.__file__)) + "/ctypes/"  # noqa: PTH120
-MOST_ANSWERS = 400_000  # characters of the answers of one assertion, with LINE for each
-LINE = 100  # characters that a line of the report has beside an answer
+MOST_ANSWERS = 400_000  # characters of the lines with answers of one assertion
+MOST_OF_ALL = 700_000  # the same, of all assertions: reports of at most 1,000,000 bytes are always read
+LINE = 60  # characters that a line of the report has beside an answer and the name of its test
 FROZEN = "<frozen importlib"
 list_names, stat_file = os.listdir, os.fstat
 collects, stop_collecting, go_on_collecting = gc.isenabled, gc.disable, gc.enable
@@ -327,13 +328,16 @@ def _pytest_calls(guard: Any) -> bool:
 
 def answer(guard: Any, number: Any, value: Any) -> None:
     """Note an answer of a test once, and no more than fit into the report: others cannot be compared."""
-    place = int.__repr__(number)
-    used = guard.used.get(place, 0)
-    key = guard.test, place, exact(value) if used < MOST_ANSWERS else '["?","many"]'
-    if key not in guard.answers:
-        guard.answers.add(key)
-        guard.used[place] = used + len(key[2]) + LINE
-        guard.note(test=key[0], place=place, answer=key[2])
+    test, place, text = guard.test, int.__repr__(number), exact(value)
+    if (test, place, text) in guard.answers:
+        return
+    used, total = guard.used.get(place, 0), guard.used.get("", 0)
+    text = text if used < MOST_ANSWERS and total < MOST_OF_ALL else '["?","many"]'
+    if (test, place, text) not in guard.answers:
+        guard.answers.add((test, place, text))
+        size = len(test) + len(text) + text.count('"') + LINE  # JSON escapes quotation marks
+        guard.used[place], guard.used[""] = used + size, total + size
+        guard.note(test=test, place=place, answer=text)
 
 
 def tell_outcome(guard: Any, test: Any, doc: Any, outcome: Any) -> None:
