@@ -16,7 +16,7 @@ from hpc_swe.errors import ConfigError, StorageError, boundary
 from hpc_swe.plugins.hidden_tests import Version
 from hpc_swe.records import Task
 
-Kind = Literal["usable", "unproven", "gold_fails", "empty_passes", "flaky", "broken"]
+Kind = Literal["usable", "unproven", "unsealed", "gold_fails", "empty_passes", "flaky", "broken"]
 TAKEN: tuple[Kind, ...] = ("usable", "unproven")
 """Verdicts of tasks that a run takes."""
 

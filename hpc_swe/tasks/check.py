@@ -1,10 +1,11 @@
 """Check whether a run can train on its tasks: python -m hpc_swe.tasks.check CONFIG...
 
 The reference must resolve a task and the empty patch must not, the same in every run, in fresh sandboxes, by
-the run's own grader. A task without a reference is unproven if the empty patch fails. Each check is a line of
-a file, written at once, so the same command continues after an interruption. A task is checked again when its
-image, tests or reference, or the grader's settings, have changed, and when the host failed. With
-`taskset.checked` a run takes only usable and unproven tasks.
+the run's own grader. A task without a reference is unproven if the empty patch fails. A task none of whose
+expected values can stay outside the sandbox is unsealed, unless `grader.accept_unsealed` is set. Each check
+is a line of a file, written at once, so the same command continues after an interruption. A task is checked
+again when its image, tests or reference, or the grader's settings, have changed, and when the host failed.
+With `taskset.checked` a run takes only usable and unproven tasks.
 """
 
 import logging
@@ -78,13 +79,8 @@ class Checker:
             kind, reason = judged(gold, empty)
             if kind in ("unproven", "gold_fails") and not task.base_commit:
                 kind, reason = self._blamed_on_image(task, reference or "") or (kind, reason)
-            if (
-                kind == "usable"
-                and seen
-                and isinstance(self.grader, Inspector)
-                and not self.grader.proves(seen)
-            ):
-                kind, reason = "unproven", _NOTHING_SEALED
+            if kind in TAKEN and seen and isinstance(self.grader, Inspector) and not self.grader.proves(seen):
+                kind, reason = "unsealed", _NOTHING_SEALED
             if kind == "usable":
                 versions, unchanged = self._changed(task, reference or "")
         except (EpisodeError, ConfigError) as error:

@@ -384,6 +384,24 @@ def test_programs_are_checked_by_their_repair_or_left_unproven(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_task_of_which_nothing_is_sealed_is_taken_if_that_is_accepted(tmp_path):
+    test = "from solution import f, g\ndef test_a():\n    assert f(2) == g(2)\n"
+    bad, good = (f"def f(x):\n    return x {sign} 2\ndef g(x):\n    return 2 * x\n" for sign in "-*")
+    files = [{"path": "solution.py", "content": bad}, {"path": "test.py", "content": test}]
+    fixed = [{"path": "solution.py", "content": good}]
+    made = [{"task_id": "a", "files": files, "fixed": fixed}, {"task_id": "b", "files": files}]
+    programs = Programs(eval=str(write_rows(tmp_path / "rows.jsonl", *made)))
+    tasks_ = list(programs.load("eval"))
+
+    def verdicts(**words):
+        checker = Checker(Pytest(**words), Process(), 1)
+        return [checker.check(task, programs.references(tasks_).get(task.task_id)).verdict for task in tasks_]
+
+    assert verdicts() == ["unsealed", "unsealed"]
+    assert not {"unsealed"}.intersection(task_checks.TAKEN)
+    assert verdicts(accept_unsealed=True) == verdicts(sealed=False) == ["usable", "unproven"]
+
+
 def test_a_task_that_breaks_the_grader_is_broken_the_others_are_checked(repository, sandboxes, tmp_path):
     (good,) = taskset(write_rows(tmp_path / "rows.jsonl", row("unittest", repository[1]))).load("train")
     extra = good.tests.extra | {"log_parser": "parse_log_nobody"}

@@ -48,7 +48,7 @@ class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
     sealed: bool = True
     """Whether expected values stay outside the sandbox."""
     accept_unsealed: bool = False
-    """Whether a task can be usable none of whose expected values can stay outside; else it is unproven."""
+    """Whether runs take checked tasks of which no expected value can stay outside; else they are unsealed."""
 
     def grade(self, task: Task, patch: str, sandboxes: Sandboxes) -> Score:
         """Grade a patch; an empty one starts no sandbox."""
