@@ -6,12 +6,13 @@ get the output between two marks that nobody can guess beforehand.
 """
 
 import json
+import logging
 import re
 import secrets
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal
 
 import msgspec
@@ -20,6 +21,8 @@ from hpc_swe.plugins.graders._report import KEY, verified_lines
 from hpc_swe.plugins.graders.base import guard_text, sandbox_texts
 from hpc_swe.plugins.swebench_rows import END, START, TESTS, find_marks
 from hpc_swe.records import Task
+
+log = logging.getLogger(__name__)
 
 _CANARIES = 6
 CaseOutcome = Literal["passed", "failed", "error", "skipped", "xfailed", "xpassed"]
@@ -137,7 +140,7 @@ class Run:
         return "\n".join(
             [
                 *lines[:start],
-                'rm -f "${0%/*}.tests" "${0%/*}.patch" "${0%/*}.touched" "$0"',  # no test may read them
+                'rm -f "${0%/*}".{tests,patch,touched,support} "$0"',  # no test may read them
                 *self._exports(),
                 f"echo {self.token}-start",
                 *lines[start + 1 : end],
@@ -256,13 +259,23 @@ def _without_patch(task: Task) -> list[str]:
     The shell that runs a script keeps it open, so what the script holds can be read as long as tests run.
     """
     lines = task.tests.command.split("\n")
-    patch = task.tests.extra["test_patch"].strip("\n").split("\n")
+    patch = task.tests.extra["test_patch"].strip("\n")
     for number, line in enumerate(lines):
         given = re.fullmatch(r"(.*[^<])<<\s*(['\"]?)(\w+)\2\s*", line)
-        end = number + 1 + len(patch)
-        if given and lines[number + 1 : end] == patch and lines[end : end + 1] == [given[3]]:
+        end = lines.index(given[3], number) if given and given[3] in lines[number:] else 0
+        if given and end and "\n".join(lines[number + 1 : end]).strip("\n") == patch:
             return [*lines[:number], f'{given[1]}< "${{0%/*}}.tests"', *lines[end + 1 :]]
+    _warn_of_readable_tests(task.task_id)
     return lines
+
+
+@cache
+def _warn_of_readable_tests(task_id: str) -> None:
+    log.warning(
+        "readable: no here-document in the eval_script of row %s is its test_patch, so tests can read what "
+        "the script holds of it; write it as: git apply -v - <<'EOF', the lines of the patch, EOF",
+        task_id,
+    )
 
 
 def solved_files(task: Task) -> list[str]:

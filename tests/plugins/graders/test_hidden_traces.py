@@ -3,8 +3,10 @@
 import json
 import subprocess
 
+import msgspec
 import pytest
 
+from hpc_swe.plugins.graders._swebench import Run
 from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.plugins.swebench_rows import without_digests
 from hpc_swe.tasks import history
@@ -32,7 +34,8 @@ for path in glob.glob(".git/**", recursive=True) + glob.glob("/proc/[0-9]*/fd/*"
             continue
         if os.path.isfile(path) and os.path.getsize(path) < 1e6:
             text = open(path, "rb").read().decode(errors="replace")
-            if re.search(r"^[+] *def test_add|^index [0-9a-f]+[.][.]", text, re.M):
+            shown = re.search(r"^[+] *def test_add|^index [0-9a-f]+[.][.]", text, re.M)
+            if shown or path.endswith(".support"):
                 seen.append(path)
     except OSError:
         pass
@@ -40,15 +43,17 @@ open("@BOOK@", "w").write(json.dumps(seen))
 """
 
 
-@pytest.mark.parametrize("form", ["recipe", "own script"])
+@pytest.mark.parametrize("form", ["recipe", "own script", "own script with an empty line"])
 def test_neither_the_test_patch_nor_its_digests_can_be_read(repository, tmp_path, form):
     folder, base = repository
     digests = "index 0000000..1234567 100644\n--- a/"
     tests = patch("tests/test_core.py", UNITTESTS, UNITTESTS + MORE_UNITTESTS).replace("--- a/", digests)
     change = {"test_patch": tests}
-    if form == "own script":
+    if form != "recipe":
         (one,) = taskset(write_rows(tmp_path / "a.jsonl", row("unittest", base))).load("train")
-        text = one.tests.command.replace(one.tests.extra["test_patch"].strip("\n"), tests.strip("\n"))
+        text = one.tests.command.replace(
+            one.tests.extra["test_patch"].strip("\n"), tests.strip("\n") + "\n" * form.endswith("line")
+        )
         assert digests in text
         change |= {"eval_script": text, "log_parser": "parse_log_django"}
     (one,) = taskset(write_rows(tmp_path / "rows.jsonl", row("unittest", base, **change))).load("train")
@@ -58,6 +63,18 @@ def test_neither_the_test_patch_nor_its_digests_can_be_read(repository, tmp_path
     score = ONCE.grade(one, submission, Checkout(repository=str(folder)))
     assert score.outcome == "resolved", score
     assert json.loads(book.read_text()) == []
+
+
+def test_a_script_that_holds_its_test_patch_in_another_way_is_named(repository, tmp_path, caplog):
+    _, base = repository
+    (one,) = taskset(write_rows(tmp_path / "rows.jsonl", row("unittest", base))).load("train")
+    other = one.tests.command.replace("git apply", "cat | git apply").replace("\n+", "\n+#")
+    assert other != one.tests.command
+    for text in (one.tests.command, other, other):
+        plan = msgspec.structs.replace(one.tests, command=text)
+        assert Run(msgspec.structs.replace(one, tests=plan)).files()
+    (line,) = [line for line in caplog.messages if line.startswith("readable: ")]
+    assert one.task_id in line
 
 
 def test_binary_files_keep_the_digests_that_git_needs():
