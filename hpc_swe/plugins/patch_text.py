@@ -4,7 +4,7 @@ import re
 
 _HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 _HEADER = re.compile(r"(diff --git|---|\+\+\+|(?:rename|copy) (?:from|to)) ")
-_QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
+_QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"(?=\s|$)')
 _ESCAPE = re.compile(rb"\\(?:([0-7]{3})|(.))")
 
 
@@ -25,9 +25,20 @@ def normalised(patch: str) -> str:
                 continue
         elif hunk := _HUNK.match(line):
             old, new = int(hunk[1] or 1), int(hunk[2] or 1)
-        elif _HEADER.match(line) and '"' in line:
-            lines[number] = _QUOTED.sub(lambda name: _unquoted(name[0], name[1]), line)
+        elif '"' in line and (header := _HEADER.match(line)):
+            lines[number] = _with_plain_names(line, header.end())
     return "\n".join(lines) + ("" if lines[-1] == "" else "\n")
+
+
+def _with_plain_names(line: str, start: int) -> str:
+    """Return a header, whose first name begins at `start`, with the names unquoted that git has quoted."""
+    first = _QUOTED.match(line, start)
+    after = first.end() + 1 if first else line.find(' "', start) + 1
+    second = _QUOTED.match(line, after) if after and line.startswith("diff ") else None
+    for name in (second, first):
+        if name and (name is first or name.end() == len(line.rstrip())):
+            line = line[: name.start()] + _unquoted(name[0], name[1]) + line[name.end() :]
+    return line
 
 
 def _unquoted(quoted: str, inner: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import time
 
 import msgspec
 import pytest
@@ -29,11 +30,31 @@ LETTERS = 'diff --git "a/gr\\303\\266\\303\\237e.py" "b/gr\\303\\266\\303\\237e.
         ('+++ "b/\\377"\n', '+++ "b/\\377"\n'),
         ('@@ -1,2 +1 @@\n--- "a/\\303\\266"\n+x\n', '@@ -1,2 +1 @@\n--- "a/\\303\\266"\n+x\n'),
         ('rename from "\\303\\266"\n', "rename from \u00f6\n"),
+        ('diff --git a/a b "b/\\303\\266"\n', "diff --git a/a b b/\u00f6\n"),
+        ('diff --git "a/\\303\\266" b/a b\n', "diff --git a/\u00f6 b/a b\n"),
+        ('--- a/say"hi".txt\n', '--- a/say"hi".txt\n'),
+        ('diff --git a/say "hi" b/say "hi"\n', 'diff --git a/say "hi" b/say "hi"\n'),
     ],
 )
 def test_only_ends_and_names_change(before, after):
     assert normalised(before) == after
     assert normalised(after) == after
+
+
+@pytest.mark.parametrize("keyword", ["diff --git ", "+++ ", "diff --git a/a "])
+def test_a_name_without_an_end_is_read_once(keyword):
+    began = time.process_time()
+    line = keyword + '\\"' * 50_000 + "\n"
+    assert normalised(line) == line
+    assert normalised(keyword + '"' + line) == keyword + '"' + line
+    assert time.process_time() - began < 5  # once for each character would take minutes
+
+
+def test_a_file_with_quotes_in_its_name_is_handed_in(tmp_path):
+    with Process().open(TASK) as sandbox:
+        sandbox.write('say"hi".txt', b"a\n")
+        text = take(TASK, sandbox, Process())
+    assert apply(TASK, text)['say"hi".txt'] == "a\n"
 
 
 @pytest.mark.parametrize("name", ["gr\u00f6\u00dfe", "with space", "[a]", "plain"])
