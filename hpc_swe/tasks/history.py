@@ -178,10 +178,10 @@ def candidate(repository: Path, commit: Commit, parts: Parts, text: str = "") ->
     modules = tuple(path for path in parts.tests if is_module(path) and path not in removed)
     if not modules:
         raise RefusedCommit("no_tests")
-    told = text or statement(commit.message, patch)
-    if len(re.findall(r"[^\W\d_]{2,}", told)) < FEWEST_WORDS:
+    problem = text or statement(commit.message, patch)
+    if len(re.findall(r"[^\W\d_]{2,}", problem)) < FEWEST_WORDS:
         raise RefusedCommit("says_nothing")
-    return Candidate(commit, patch, without_digests(test_patch), modules, told)
+    return Candidate(commit, patch, without_digests(test_patch), modules, problem)
 
 
 def statement(message: str, patch: str) -> str:

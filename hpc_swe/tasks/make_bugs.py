@@ -274,8 +274,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--library", type=cli.path, help="standard library with its tests (default: this interpreter's)")
     add("--per-function", type=count, default=6, help="try so many mutants of each function")
     add("--hidden", type=float, default=0.5, help="share of a task's tests that the agent does not see")
-    told = "what the problem statement says: that the program has a fault, or also in which function"
-    add("--statement", choices=get_args(statements.Kind), default="program", help=told)
+    statement = "what the problem statement says: that the program has a fault, or also in which function"
+    add("--statement", choices=get_args(statements.Kind), default="program", help=statement)
     add(
         "--split-by",
         choices=("function", "module"),
@@ -336,10 +336,10 @@ def _make(
     reasons = Counter(one.reason or "used" for one in surveys)
     reasons["files that were left out"] = len(search.left_out)
     tables.show(console, *overview(tried, left_out, +reasons))
-    told = ", ".join(
+    files = ", ".join(
         f"{count} in {arguments.out / split}.parquet" for split, count in counts.items() if count
     )
-    say(f"{sum(counts.values())} valid tasks: {told or 'none'}")
+    say(f"{sum(counts.values())} valid tasks: {files or 'none'}")
     return 0 if any(counts.values()) else 1
 
 
