@@ -63,12 +63,12 @@ BUDGETS = {
     "hpc_swe/demo": 435,  # says how long a stage may take
     "hpc_swe/doctor": 1_369,
     "hpc_swe/evaluation": 530,
-    "hpc_swe/plugins": 3_425,  # decides once for all readers which file of a model has which tensor
+    "hpc_swe/plugins": 3_440,  # decides once for all readers which file of a model has which tensor
     "hpc_swe/plugins/advantages": 150,
     "hpc_swe/plugins/agents": 852,  # answers of models that call no tools
     "hpc_swe/plugins/engines": 2_912,
     "hpc_swe/plugins/executors": 898,
-    "hpc_swe/plugins/graders": 5_500,  # says whose file does what; seals assertions; changes tests by type
+    "hpc_swe/plugins/graders": 5_520,  # says whose file does what; seals assertions; changes tests by type
     "hpc_swe/plugins/policies": 6_884,  # values of a checkpoint go straight into their files
     "hpc_swe/plugins/sandboxes": 2_688,  # refuses one sandbox where no process may be started
     "hpc_swe/plugins/tasksets": 1_180,
