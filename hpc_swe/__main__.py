@@ -23,6 +23,7 @@ COMMANDS = {
     "tasks.check": "check which tasks a run can train on",
     "tasks.mine_history": "make tasks of the history of a git repository",
     "tasks.make_bugs": "make buggy programs from code that works",
+    "tasks.select_rows": "keep the tasks that a model sometimes solves",
     "tasks.export_episodes": "write rewarded episodes as rows to train on",
     "benchmarks.learner": "measure steps of the learner",
     "benchmarks.checkpoint": "measure how long a checkpoint takes on a file system",
