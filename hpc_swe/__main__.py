@@ -28,7 +28,6 @@ COMMANDS = {
     "benchmarks.learner": "measure steps of the learner",
     "benchmarks.checkpoint": "measure how long a checkpoint takes on a file system",
     "benchmarks.weights": "measure how soon an engine serves new weights",
-    "benchmarks.delta": "count what changes between two versions of weights",
     "benchmarks.sandboxes": "measure what sandboxes and gradings take",
     "benchmarks.limits": "measure the best rates of this machine's first device",
     "benchmarks.watch": "watch engines and GPUs while runs work",
