@@ -9,9 +9,10 @@ import inspect
 import io
 import json
 import os
+import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Any, get_args
@@ -123,9 +124,33 @@ def run_json() -> Iterator[str]:
     """What each configuration says, with all defaults."""
     from hpc_swe import config as configuration
 
+    def listing(config: Any) -> Iterator[tuple[str, str]]:
+        table = ""
+        for line in configuration.toml(configuration.dump(config)):
+            table = line if line.startswith("[") else table
+            key, equals, value = line.partition(" = ")
+            if equals:
+                yield f"{table} {key}", equals + value
+
+    yield from _differences(listing)
+
+
+def _differences(listing: Callable[[Any], Iterable[tuple[str, str]]]) -> Iterator[str]:
+    """The first configuration in full, and each other one as what it changes in the nearest before it."""
+    from hpc_swe import config as configuration
+
+    before: dict[str, dict[str, str]] = {}
     for name, files in CONFIGURATIONS.items():
-        config = configuration.read(*(ROOT / f"configs/{file}.toml" for file in files))
-        yield from (f"{name} {line}" for line in configuration.toml(configuration.dump(config)))
+        new = dict(listing(configuration.read(*(ROOT / f"configs/{file}.toml" for file in files))))
+        changes = {other: _changes(old, new) for other, old in (before or {"nothing": {}}).items()}
+        nearest = min(changes, key=lambda other: len(changes[other]))
+        yield from (f"{name} like {nearest}", *changes[nearest])
+        before[name] = new
+
+
+def _changes(old: dict[str, str], new: dict[str, str]) -> list[str]:
+    gone = [f"without {key}" for key in old if key not in new]
+    return gone + [f"{key}{value}".strip() for key, value in new.items() if old.get(key) != value]
 
 
 def exit_codes() -> Iterator[str]:
@@ -193,15 +218,18 @@ def _losses(objective: Any, tokens: Any) -> str:
 
 def batch_scripts() -> Iterator[str]:
     """What sbatch would be given, by role, in an environment that is the same everywhere."""
-    from hpc_swe import config as configuration
     from hpc_swe.rundir import RunDir
     from hpc_swe.runs import preview
 
-    for name, files in CONFIGURATIONS.items():
-        config = configuration.read(*(ROOT / f"configs/{file}.toml" for file in files))
+    def listing(config: Any) -> Iterator[tuple[str, str]]:
         for script in preview.scripts(RunDir(Path("/shared/run")), config):
-            for line in script.splitlines():
-                yield f"{name} {_of_any_machine(line)}"
+            title, *lines = map(_of_any_machine, script.splitlines())
+            yield title, ""
+            for line in lines:
+                words = re.match(r"(#SBATCH --[^=]*|exec|.*)(.*)", line)
+                yield f"{title.split(':')[0]} {words[1]}", words[2]
+
+    yield from _differences(listing)
 
 
 def estimates() -> Iterator[str]:
