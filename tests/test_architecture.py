@@ -61,7 +61,7 @@ BUDGETS = {
     "hpc_swe/benchmarks": 3_254,
     "hpc_swe/conversation": 1_213,
     "hpc_swe/demo": 435,  # says how long a stage may take
-    "hpc_swe/doctor": 1_369,
+    "hpc_swe/doctor": 1_292,
     "hpc_swe/evaluation": 530,
     "hpc_swe/plugins": 3_440,  # decides once for all readers which file of a model has which tensor
     "hpc_swe/plugins/advantages": 150,

@@ -1,12 +1,10 @@
-"""Measure what nodes see of each other through the shared folder: names, locks, clocks and ports.
+"""Measure what nodes see of each other through the shared folder: names and ports.
 
 Node 0 exchanges pings with each other node. It renames a file into the folder; the other node answers with a
-rename as soon as a listing shows the file, and puts its clock into the answer's name. Half of the round trip
-is the time until a rename becomes visible, and the clocks need not agree for it.
+rename as soon as a listing shows the file. Half of the round trip is the time until a rename becomes visible.
 """
 
 import contextlib
-import fcntl
 import os
 import socket
 import time
@@ -21,7 +19,7 @@ from hpc_swe.records import Record
 ROUNDS = 5
 CONNECT_S = 5.0
 SLOW_S = 4.0  # after a round slower than this, one more round is enough
-HELLO, DONE, LOCK = "hello", "done", "lock"
+HELLO, DONE = "hello", "done"
 
 
 class Peer(Record, frozen=True, kw_only=True):
@@ -32,12 +30,8 @@ class Peer(Record, frozen=True, kw_only=True):
     """Which file of it did not appear in time."""
     port: str = ""
     """Why its TCP port could not be reached."""
-    lock: str = ""
-    """What is wrong with locks that it holds."""
     visible_ms: float = 0.0
     """Time until a rename of one node shows in a listing of the other; 0 is not measured."""
-    clock_s: float = 0.0
-    """Its clock minus this node's clock."""
 
 
 def reason(check: Callable[[], object]) -> str:
@@ -79,31 +73,27 @@ def attend(folder: Path, rank: int, nodes: int, wait_s: float) -> list[Peer]:
     if nodes < 2:
         return []
     room = Room(folder, rank, time.monotonic() + wait_s)
-    with socket.create_server(("", 0), backlog=nodes) as server, (folder / LOCK).open("w") as lock:
-        if rank == 0:
-            _try_lock(lock.fileno())  # before its hello, so that the attempts of the others must fail
+    with socket.create_server(("", 0), backlog=nodes) as server:
         room.show(f"{HELLO}-{rank}-{server.getsockname()[1]}-{socket.gethostname()}")
         others = [other for other in range(nodes) if other != rank]
-        peers = [_meet(room, rank, other, lock.fileno()) for other in others]
+        peers = [_meet(room, rank, other) for other in others]
         room.show(f"{DONE}-{rank}-")
-        # The others need this node's port and lock until they are done, or until the time is over.
+        # The others need this node's port until they are done, or until the time is over.
         with contextlib.suppress(DeadlineError):
             for other in (other for other, peer in zip(others, peers, strict=True) if not peer.unseen):
                 room.await_name(f"{DONE}-{other}-")
     return peers
 
 
-def _meet(room: Room, rank: int, other: int, lock: int) -> Peer:
+def _meet(room: Room, rank: int, other: int) -> Peer:
     host = f"node {other}"
     try:
         port, _, host = room.await_name(f"{HELLO}-{other}-").partition("-")
-        lock_fault = _try_lock(lock) if other == 0 else ""  # node 0 has locked the file
         address = host, int(port)
         closed = reason(lambda: socket.create_connection(address, CONNECT_S).close())
-        peer = Peer(host=host, port=closed, lock=lock_fault)
+        peer = Peer(host=host, port=closed)
         if rank == 0:
-            visible_ms, clock_s = _ping(room, other)
-            return msgspec.structs.replace(peer, visible_ms=visible_ms, clock_s=clock_s)
+            return msgspec.structs.replace(peer, visible_ms=_ping_ms(room, other))
         if other == 0:
             _answer_pings(room, rank)
     except DeadlineError as error:
@@ -111,36 +101,23 @@ def _meet(room: Room, rank: int, other: int, lock: int) -> Peer:
     return peer
 
 
-def _try_lock(descriptor: int) -> str:
-    """Lock a file that another node has locked; return what is wrong when that is not refused."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return ""
-    except OSError as error:
-        return error.strerror or str(error)
-    return "does nothing: two nodes held it at once"
-
-
-def _ping(room: Room, other: int) -> tuple[float, float]:
-    """Return half of the median round trip in ms, and the other's clock minus ours in s (fastest round)."""
-    rounds: list[tuple[float, float]] = []
+def _ping_ms(room: Room, other: int) -> float:
+    """Return half of the median round trip in ms."""
+    trips_s: list[float] = []
     for number in range(ROUNDS):
-        is_last = number == ROUNDS - 1 or any(trip_s > SLOW_S for trip_s, _ in rounds)
-        wall, started = time.time(), time.perf_counter()
+        is_last = number == ROUNDS - 1 or any(trip_s > SLOW_S for trip_s in trips_s)
+        started = time.perf_counter()
         room.show(f"ping-{other}-{number}-{'last' if is_last else 'more'}")
-        theirs = float(room.await_name(f"pong-{other}-{number}-"))
-        trip_s = time.perf_counter() - started
-        rounds.append((trip_s, theirs - (wall + trip_s / 2)))
+        room.await_name(f"pong-{other}-{number}-")
+        trips_s.append(time.perf_counter() - started)
         if is_last:
             break
-    rounds.sort()
-    return rounds[len(rounds) // 2][0] * 1e3 / 2, rounds[0][1]
+    return sorted(trips_s)[len(trips_s) // 2] * 1e3 / 2
 
 
 def _answer_pings(room: Room, rank: int) -> None:
     for number in range(ROUNDS):
         word = room.await_name(f"ping-{rank}-{number}-")
-        room.show(f"pong-{rank}-{number}-{time.time():.6f}")
+        room.show(f"pong-{rank}-{number}-")
         if word == "last":
             return

@@ -12,7 +12,6 @@ from hpc_swe.doctor.findings import ComputingNeeds, Finding, PartitionNeeds, Sev
 from hpc_swe.doctor.probe import Probe
 
 TMP_FAULT_GB, TMP_WARNING_GB = 1.0, 10.0
-CLOCK_WARNING_S, CLOCK_FAULT_S = 2.0, 60.0
 VISIBLE_WARNING_MS, VISIBLE_FAULT_MS = 2_000.0, 20_000.0
 RENAME_WARNING_MS = 50.0
 MEMORY_SLACK = 1.5  # AllowedRAMSpace may add to the requested memory
@@ -91,20 +90,6 @@ LINKING = Rule(
     "results are published by link(2): put the run folder on Lustre, NFS or another file system with links",
     "a second link to the same name is refused",
 )
-FLOCK = Rule(
-    "flock",
-    lambda probe: probe.shared.flock or next((peer.lock for peer in probe.peers if peer.lock), ""),
-    "hpc_swe needs no flock; mount with flock, or keep the caches of Apptainer and pip on local disks",
-    "works",
-    "warning",
-)
-SOCKETS = Rule(
-    "Unix sockets",
-    lambda probe: probe.shared.sockets,
-    "hpc_swe needs no sockets there; keep TMPDIR on a local disk",
-    "can be bound in the shared folder",
-    "warning",
-)
 SEEN = Rule(
     "rename latency",
     lambda probe: next((peer.unseen for peer in probe.peers if peer.unseen), ""),
@@ -153,7 +138,7 @@ def _all(need: PartitionNeeds, probes: Sequence[Probe], images: str) -> Iterator
 
 def folder(probes: Sequence[Probe]) -> Iterator[Finding]:
     """Yield the findings about the shared folder on each node."""
-    yield from (rule.judge(probes) for rule in (CROSSING, LINKING, FLOCK, SOCKETS))
+    yield from (rule.judge(probes) for rule in (CROSSING, LINKING))
     slowest = max(probe.shared.rename_ms for probe in probes)
     kinds = ", ".join(sorted({probe.shared.kind for probe in probes}))
     verdict = _grade(slowest, RENAME_WARNING_MS, float("inf"))
@@ -164,12 +149,11 @@ def folder(probes: Sequence[Probe]) -> Iterator[Finding]:
 def between(probes: Sequence[Probe]) -> Iterator[Finding]:
     """Yield the findings that need two nodes."""
     if not any(probe.peers for probe in probes):
-        says = "only one node was probed: ports, clocks and the latency of renames are not checked"
+        says = "only one node was probed: ports and the latency of renames are not checked"
         yield Finding("between nodes", "warning", says, "name a partition with two free nodes")
         return
     seen = SEEN.judge(probes)
     yield seen if seen.verdict != "ok" else visibility(probes)
-    yield clocks(probes)
     yield PORTS.judge(probes)
 
 
@@ -250,18 +234,6 @@ def visibility(probes: Sequence[Probe]) -> Finding:
     verdict = _grade(slowest, VISIBLE_WARNING_MS, VISIBLE_FAULT_MS)
     remedy = "mount with a shorter attribute cache (NFS: actimeo=1), and raise lease.beat_s"
     return Finding("rename latency", verdict, f"another node sees one after {slowest:.1f} ms", remedy)
-
-
-def clocks(probes: Sequence[Probe]) -> Finding:
-    """Check the clocks, which hpc_swe does not compare, but Slurm's credentials and readers of logs do."""
-    first = [(probe.host, peer) for probe in probes if probe.rank == 0 for peer in probe.peers]
-    seen = [pair for pair in first if not pair[1].unseen]
-    if not seen:
-        return Finding("clock skew", "warning", "not measured: no other node was seen", "see rename latency")
-    host, peer = max(seen, key=lambda pair: abs(pair[1].clock_s))
-    verdict = _grade(abs(peer.clock_s), CLOCK_WARNING_S, CLOCK_FAULT_S)
-    says = f"the clock of {peer.host} differs by {peer.clock_s:+.3f} s from that of {host}"
-    return Finding("clock skew", verdict, says, "run chrony or ntpd on both nodes")
 
 
 def _grade(value: float, warning: float, fault: float) -> Severity:

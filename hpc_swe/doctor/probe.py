@@ -8,7 +8,6 @@ every job of a run needs. Each wait has a deadline. The record goes to standard 
 import argparse
 import ctypes
 import errno
-import fcntl
 import importlib.metadata
 import importlib.util
 import os
@@ -52,8 +51,6 @@ class Shared(Record, frozen=True, kw_only=True):
     """Why a file cannot be renamed from one folder to another."""
     linking: str = ""
     """Why a link cannot publish a file without replacing an existing one."""
-    flock: str = ""
-    sockets: str = ""
     rename_ms: float = 0.0
     """Median of one rename."""
 
@@ -122,7 +119,7 @@ def measure(folder: Path, token: str, wait_s: float, sandbox: str) -> Probe:
 
 
 def check_shared(folder: Path, token: str, rank: int) -> Shared:
-    """Read what the doctor wrote on its machine, then write, rename, link, lock and bind in the folder."""
+    """Read what the doctor wrote on its machine, then write, rename and link in the folder."""
     try:
         found = (folder / TOKEN).read_text()
         if found != token:
@@ -136,8 +133,6 @@ def check_shared(folder: Path, token: str, rank: int) -> Shared:
         kind=kind_of(str(folder), Path("/proc/self/mountinfo").read_text()),
         crossing=reason(lambda: _cross(folder, mine)),
         linking=reason(lambda: _link_twice(mine)),
-        flock=reason(lambda: _lock_twice(mine / "lock")),
-        sockets=reason(lambda: _bind(mine)),
         rename_ms=rename_ms,
     )
 
@@ -168,27 +163,6 @@ def _link_twice(mine: Path) -> None:
     except FileExistsError:
         return
     raise OSError(errno.EINVAL, "a second link replaces the first")
-
-
-def _lock_twice(path: Path) -> None:
-    """Raise OSError unless a lock of one open file excludes another."""
-    with path.open("w") as first, path.open("w") as second:
-        fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        try:
-            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return
-    raise OSError(errno.EINVAL, "does nothing: two files of one node held it at once")
-
-
-def _bind(folder: Path) -> None:
-    """Bind a Unix socket through /proc/self/fd, since a socket's path has at most 107 bytes."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(f"/proc/self/fd/{descriptor}/socket")
-    finally:
-        os.close(descriptor)
 
 
 def user_namespaces() -> str:

@@ -1,16 +1,11 @@
 """python broken_node.py FAULT ARGUMENT...: python with these arguments, on a node that is broken on purpose.
 
-Only the node `c2` is. Where the kernel can be made to misbehave for one process and its children, it is:
-by a seccomp filter, which needs no rights, or by a user namespace. The clock is that of this interpreter.
+Only the node `c2` is. Where the kernel can be made to misbehave for one process and its children, it is.
 """
 
-import ctypes
 import os
-import platform
-import runpy
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -19,42 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 NODE = "c2"
-FLOCK, BIND = {"x86_64": (73, 49), "aarch64": (32, 200)}[platform.machine()]
-LOAD, EQUAL, RETURN = 0x20, 0x15, 0x06  # of the BPF machine
-ALLOW, FAIL = 0x7FFF0000, 0x00050000
-NUMBER, THIRD_ARGUMENT = 0, 32  # where they lie in struct seccomp_data
-INTERNET = (16, 28)  # sizes of struct sockaddr_in and sockaddr_in6
-EOPNOTSUPP = 95
-CLOCK_S = 90.5
-
-
-def filter_calls(*program: tuple[int, int, int, int]) -> None:
-    """Install a seccomp filter, which outlives exec."""
-    packed = b"".join(struct.pack("HBBI", *step) for step in program)
-    buffer = ctypes.create_string_buffer(packed)
-    header = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program), ctypes.addressof(buffer)))
-    libc = ctypes.CDLL(None, use_errno=True)
-    for option, value, pointer in ((38, 1, None), (22, 2, header)):  # no new privileges, then the filter
-        if libc.prctl(option, value, pointer, 0, 0):
-            raise OSError(ctypes.get_errno(), f"prctl {option}")
-
-
-def flock_does_nothing() -> None:
-    filter_calls(
-        (LOAD, 0, 0, NUMBER), (EQUAL, 0, 1, FLOCK), (RETURN, 0, 0, FAIL), (RETURN, 0, 0, ALLOW)
-    )  # "fails" with error 0: it succeeds, undone
-
-
-def no_unix_sockets() -> None:
-    filter_calls(
-        (LOAD, 0, 0, NUMBER),
-        (EQUAL, 0, 3, BIND),
-        (LOAD, 0, 0, THIRD_ARGUMENT),
-        (EQUAL, 1, 0, INTERNET[0]),
-        (EQUAL, 0, 1, INTERNET[1]),
-        (RETURN, 0, 0, ALLOW),
-        (RETURN, 0, 0, FAIL | EOPNOTSUPP),
-    )
 
 
 def no_user_namespaces() -> None:
@@ -91,14 +50,6 @@ def no_tensorboard() -> None:
     sys.exit(done.returncode)
 
 
-def clock_is_ahead() -> None:
-    real = time.time
-    time.time = lambda: real() + CLOCK_S
-    sys.argv = sys.argv[3:]  # after -m
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    sys.exit(0)
-
-
 def hangs() -> None:
     time.sleep(600)
 
@@ -106,12 +57,9 @@ def hangs() -> None:
 FAULTS: dict[str, Callable[[], None]] = {
     fault.__name__: fault
     for fault in (
-        flock_does_nothing,
-        no_unix_sockets,
         no_user_namespaces,
         no_apptainer,
         no_tensorboard,
-        clock_is_ahead,
         hangs,
     )
 }
