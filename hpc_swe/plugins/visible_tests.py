@@ -145,6 +145,18 @@ def holds_tests(text: str) -> bool:
     return is_case or any(name.startswith(("test", "Test")) for name in names)
 
 
+def holds_only_tests(text: str) -> bool:
+    """Tell whether a file defines tests and nothing else, as one of mixins that the tests of others inherit."""
+    if "test" not in text:
+        return False
+    try:
+        body = parse(as_read(text)).body
+    except (SyntaxError, ValueError):
+        return False
+    defined = [node for node in body if isinstance(node, TestFunction | ast.ClassDef)]
+    return bool(defined) and all(any(functions([node])) for node in defined)
+
+
 def functions(body: Iterable[ast.stmt], owner: str = "") -> Iterator[tuple[str, TestFunction]]:
     """Yield each function whose name begins with ``test``, after its classes' names, joined by dots.
 

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hpc_swe.plugins.graders._exam import Exam, TestReport
@@ -142,6 +143,17 @@ def test_every_collected_test_counts(tmp_path: Path, more: str) -> None:
     assert outcome == "unresolved"
     assert len(failed) == 1
     assert graded(task, RIGHT) == ("resolved", [])
+
+
+def test_a_patch_cannot_change_tests_that_others_inherit(tmp_path: Path) -> None:
+    cases = f"class Mixed:\n    def test_five(self):\n        {FIVE}\n".replace("f(5)", "self.f(5)")
+    tests = HEAD + "from cases import Mixed\nclass Five(Mixed, unittest.TestCase):\n    f = staticmethod(f)\n"
+    task = task_of(tmp_path, tests)
+    task = msgspec.structs.replace(task, files=task.files | {"cases.py": cases})
+    lax = difference("cases.py", cases, cases.replace("self.assertEqual(self.f(5), 15)", "pass"))
+    solved, unsolved = (difference("mod.py", BROKEN, program) for program in (RIGHT, WRONG))
+    assert Pytest().grade(task, lax + unsolved, Process()).outcome == "unresolved"
+    assert Pytest().grade(task, lax + solved, Process()).outcome == "resolved"
 
 
 @pytest.mark.parametrize("more", HARMLESS.values(), ids=HARMLESS.keys())

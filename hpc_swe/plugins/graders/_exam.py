@@ -14,7 +14,7 @@ from hpc_swe.plugins.graders._report import KEY, verified_lines
 from hpc_swe.plugins.graders._sealed import Sealed, seal
 from hpc_swe.plugins.graders.base import guard_text, sandbox_texts
 from hpc_swe.plugins.sandboxes.base import CommandResult, Sandboxes, add_files
-from hpc_swe.plugins.visible_tests import ids_of_tests
+from hpc_swe.plugins.visible_tests import holds_only_tests, ids_of_tests
 from hpc_swe.records import Task
 
 SET_UP = {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"}
@@ -112,10 +112,11 @@ class Exam:
         self.task, self._is_base = task, is_base
         self.answers = _joined(modules)
         self.canaries = f"test_{secrets.token_hex(8)}.py"
+        given = {path: text for path, text in task.files.items() if is_set_up(path) or holds_only_tests(text)}
+        given |= task.tests.files
         files = {path: text for path, text in patched.items() if not is_set_up(path)}
-        self.touched = {path for path, text in files.items() if task.files.get(path) != text}
-        self.touched -= task.tests.files.keys()
-        files |= {path: text for path, text in task.files.items() if is_set_up(path)} | task.tests.files
+        self.touched = {path for path, text in files.items() if task.files.get(path) != text} - given.keys()
+        files |= given
         files |= {path: module.text for path, module in modules.items()}
         number = secrets.randbelow(1000)
         files[self.canaries] = (
@@ -123,8 +124,8 @@ class Exam:
             f"def test_bad():\n    assert {number} + 1 == {number + 2}\n"
         )
         self._task_in_sandbox = msgspec.structs.replace(task, files=files)
-        given = [*_OPTIONS, *_pytest_command.arguments(task), self.canaries]
-        self._arguments = [*_pytest_command.FEWER_PLUGINS, *given]
+        self._arguments = [*_pytest_command.FEWER_PLUGINS, *_OPTIONS]
+        self._arguments += [*_pytest_command.arguments(task), self.canaries]
 
     def run(self, sandboxes: Sandboxes, *options: str) -> tuple[CommandResult, TestReport]:
         """Run the tests; the report of a patch is empty when they did not come to their end."""

@@ -79,6 +79,7 @@ def test_code_that_nothing_but_its_solution_imports_can_be_changed(tmp_path, hel
 
 
 CODE = {"calc/core.py": "from .used import used\n", "calc/used.py": "def used():\n    assert True\n"}
+MIXIN = "class Cases:\n    def test_it(self):\n        assert self.it() == 1\n"
 LEAF = "def leaf():\n    return 1\n"
 PAIR = {"qa/a.py": "from . import b\n", "qa/b.py": "", "tests/test_a.py": "from qa import (\n    a,\n)\n"}
 TOOL = {"far/tool.py": "if __name__ == '__main__':\n    run()\n", "test_a.py": "import far.tool\n"}
@@ -94,6 +95,7 @@ LAZY = {"calc/lazy.py": SAME, "calc/core.py": "load('calc.lazy')\n", "test_a.py"
         (PAIR, "", "qa/a.py qa/b.py"),
         ({"tests/test_a.py": "import calc.used, calc.core\n"}, "", ""),
         ({"calc/qa.py": SAME, "calc/test_a.py": "from .qa import require_same\n"}, "", "calc/qa.py"),
+        ({"calc/cases.py": MIXIN, "calc/test_a.py": "from .cases import Cases\n"}, "", "calc/cases.py"),
         ({"calc/leaf.py": LEAF, "calc/test_a.py": "from .leaf import leaf\n"}, "", ""),
         ({"far/leaf.py": LEAF, "test_a.py": "from far.leaf import leaf\n"}, "", "far/leaf.py"),
         ({"far/leaf.py": LEAF, "test_a.py": "from far.leaf import leaf\n"}, "Use `far.leaf` here.", ""),
