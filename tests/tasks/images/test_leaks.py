@@ -235,6 +235,18 @@ def test_what_was_there_before_the_solution_shows_nothing(repository, tree):
     assert search(tree, "/testbed", repository[1], patch("calc/core.py", BROKEN, LONG)) == []
 
 
+def test_a_binary_solution_is_compared_byte_for_byte(repository, tree, tmp_path):
+    table = bytes(range(256)) * 8
+    git(tmp_path, "init", "-q")
+    (tmp_path / "table.db").write_bytes(table)
+    git(tmp_path, "add", "table.db")
+    reference = git(tmp_path, "diff", "--cached", "--binary") + "\n\n"
+    (tree / "letters.so").write_bytes(b"".join(bytes([n, 0]) for n in table))
+    assert search(tree, "/testbed", repository[1], reference) == []
+    (tree / "cache").write_bytes(b"packed" + table)
+    assert search(tree, "/testbed", repository[1], reference) == ["cache"]
+
+
 def test_a_repository_whose_work_tree_and_head_are_empty_is_searched(repository, tree):
     srv = tree / "srv/mirror"
     srv.mkdir(parents=True)
