@@ -146,7 +146,7 @@ def holds_tests(text: str) -> bool:
 
 
 def holds_only_tests(text: str) -> bool:
-    """Tell whether a file defines tests and nothing else, as one of mixins that the tests of others inherit."""
+    """Tell whether a file defines tests and nothing else, as one of mixins for other tests does."""
     if "test" not in text:
         return False
     try:

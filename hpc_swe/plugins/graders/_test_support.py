@@ -21,7 +21,8 @@ _SHOWN = re.compile(r"(?<![\w./-])[A-Za-z_]\w*(?:[./][A-Za-z_]\w*)+|(?:import|fr
 _PLUGIN = re.compile(r"(?<![\w-])-p[ \t\"',=]+([A-Za-z_][\w.]*)")
 _PLUGINS = re.compile(r"^[ \t]*pytest_plugins[ \t]*=[ \t]*(\[[^\]]*\]|\([^)]*\)|[^\n]*)", re.MULTILINE)
 _LOOKS = re.compile(
-    r"AssertionError|self\.(?:fail|assert[A-Z]\w*)\(|^[ \t]+(?:async )?def test|^[ \t]*(?:import|from)[ \t]+(?:unittest|pytest|nose|hypothesis)\b"
+    r"AssertionError|self\.(?:fail|assert[A-Z]\w*)\(|^[ \t]+(?:async )?def test"
+    r"|^[ \t]*(?:import|from)[ \t]+(?:unittest|pytest|nose|hypothesis)\b"
     r"|^def _*(?:assert|check|expect|verify|compare|same|equal|require)",
     re.MULTILINE,
 )

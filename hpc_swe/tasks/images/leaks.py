@@ -4,8 +4,8 @@ The search covers every file of the image but unchanged ones of the base commit,
 (`contents`). A copy has lines that the reference or the tests add and that the base commit has nowhere,
 compared by their letters and digits: three of one file anywhere; or, where fewer are added, all of them in a
 file of that name and folder, or beside that path, as in a patch. The whole solved file is a copy too; byte
-for byte where it is binary or has the same letters as before. A compiled file is a copy by the size of its source, or by
-code, names and strings that only the solved file has.
+for byte where it is binary or has the same letters as before. A compiled file is a copy by the size of its
+source, or by code, names and strings that only the solved file has.
 """
 
 import ast
@@ -69,7 +69,7 @@ class Gold:
         return is_whole and (self._is_place(path) or self.path.encode() in data)
 
     def _is_whole(self, data: bytes, signs: bytes) -> bool:
-        """Return whether it is the whole solved file; byte for byte if it is binary, or only marks changed."""
+        """Return whether it is the whole solved file; byte for byte if it is binary or only marks changed."""
         if len(self.signs) < _MIN_FILE:
             return False
         if self.is_marks_only:
