@@ -63,7 +63,7 @@ BUDGETS = {
     "hpc_swe/demo": 435,  # says how long a stage may take
     "hpc_swe/doctor": 1_292,
     "hpc_swe/evaluation": 530,
-    "hpc_swe/plugins": 3_440,  # decides once for all readers which file of a model has which tensor
+    "hpc_swe/plugins": 3_460,  # decides once for all readers which file of a model has which tensor
     "hpc_swe/plugins/advantages": 150,
     "hpc_swe/plugins/agents": 852,  # answers of models that call no tools
     "hpc_swe/plugins/engines": 2_912,

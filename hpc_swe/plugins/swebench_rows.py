@@ -32,6 +32,7 @@ TESTS = (
     *("*/test.py", "*/tests.py", "*/test_*.py", "*/*_test.py", "*/*_tests.py", "*/conftest.py"),
 )
 """Patterns of the files that are tests; a star also matches slashes."""
+_COLLECTED = re.compile(r"(.*/)?(test_[^/]*|[^/]*_test)\.py")
 _NO_TESTS = {".json", ".png", ".csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml"}
 
 
@@ -152,7 +153,7 @@ class TestPatch:
     changed: list[str]
     added: list[str]
     set_up: list[str]
-    """Files that the reference changes; an agent's patch may change them too, whatever they set up."""
+    """Files of the solution; an agent's patch may change them too, whatever they set up."""
 
     @classmethod
     def read(cls, where: str, row: Row) -> "TestPatch":
@@ -162,7 +163,8 @@ class TestPatch:
         return cls(
             changed=[path for path, is_new in tests if not is_new],
             added=[path for path, is_new in tests if is_new],
-            set_up=[path for path, _ in reference],
+            # A module of tests that somebody added to a solution is no part of it, and could stop a suite.
+            set_up=[path for path, is_new in reference if not (is_new and _COLLECTED.fullmatch(path))],
         )
 
     @property
