@@ -11,7 +11,7 @@ import numpy as np
 
 from hpc_swe.conversation import TokenBuilder
 from hpc_swe.errors import EngineError
-from hpc_swe.plugins.engines.base import Completion
+from hpc_swe.plugins.engines.base import NEW, Completion, Prefix
 from hpc_swe.records import IdArray, Sampling, WeightVersion
 
 OPENING = "<|im_start|>assistant\n"
@@ -23,6 +23,7 @@ class Call:
     url: str
     prompt: list[int]
     sampling: Sampling
+    salt: str
     answer: Completion | None = None
 
 
@@ -47,10 +48,16 @@ class ToyEngine:
     """Answers say of each computed token that its experts are its id mod 7 and mod 11."""
 
     def generate(
-        self, url: str, token: str, prompt: IdArray, sampling: Sampling, timeout_s: float, routed: int = 0
+        self,
+        url: str,
+        token: str,
+        prompt: IdArray,
+        sampling: Sampling,
+        timeout_s: float,
+        prefix: Prefix = NEW,
     ) -> Completion:
         with self.lock:
-            call = Call(url, prompt.tolist(), sampling)
+            call = Call(url, prompt.tolist(), sampling, prefix.salt)
             self.calls.append(call)
             fault = self.faults.popleft() if self.faults else None
         self.on_call(call)
@@ -59,7 +66,7 @@ class ToyEngine:
         answer = self._answer(call)
         call.answer = fault(answer) if fault else answer
         if self.routes:
-            ids = np.asarray([*call.prompt, *call.answer.token_ids][routed:-1])
+            ids = np.asarray([*call.prompt, *call.answer.token_ids][prefix.routed : -1])
             routing = np.stack((ids % 7, ids % 11), -1).astype(np.uint8)
             call.answer = dataclasses.replace(call.answer, routing=routing)
         return call.answer

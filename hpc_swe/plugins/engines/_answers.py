@@ -54,6 +54,7 @@ class SampleRequest(Struct):
     token_ids: list[Annotated[int, Meta(ge=0)]]
     sampling_params: dict[str, Any]
     priority: int = 0
+    cache_salt: str | None = None
 
 
 class SampleAnswer(Struct):

@@ -72,7 +72,8 @@ async def _sample(engine: Any, body: bytes) -> tuple[int, bytes]:
         settings = SamplingParams(
             **request.sampling_params, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY
         )
-        name, prompt = f"sample-{uuid4().hex}", tokens_input(request.token_ids)
+        name = f"sample-{uuid4().hex}"
+        prompt = tokens_input(request.token_ids, cache_salt=request.cache_salt)
         outputs = [each async for each in engine.generate(prompt, settings, name, priority=request.priority)]
     except BAD_REQUEST as error:
         return 400, str(error).encode()

@@ -39,6 +39,20 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class Prefix:
+    """Say what a caller has of the beginning of a prompt, which earlier requests of its chain had, too."""
+
+    routed: int = 0
+    """First tokens whose routing the caller has; an engine that returns routings leaves them out."""
+    salt: str = ""
+    """Name of the weights with which the chain began; empty when that is unknown. An engine that keeps caches
+    of older weights uses those of requests with the same salt only."""
+
+
+NEW = Prefix()
+
+
+@dataclass(frozen=True)
 class EngineInfo:
     """Describe a running engine in its own words."""
 
@@ -117,13 +131,11 @@ class Engine(Protocol):
         prompt: IdArray,
         sampling: Sampling,
         timeout_s: float,
-        *,
-        routed: int = 0,
+        prefix: Prefix = NEW,
     ) -> Completion:
         """Sample one completion; check after each `timeout_s` without data that the engine is alive.
 
-        `routed` is the number of first tokens whose routing the caller has; an engine that returns routings
-        leaves them out. Raise NoAnswer when it is dead or hangs, Overdue when it works, but the completion
+        Raise NoAnswer when it is dead or hangs, Overdue when it works, but the completion
         takes far longer than its queue and its tokens may, and EngineError when the answer cannot be trusted.
         """
 

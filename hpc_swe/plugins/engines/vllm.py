@@ -36,7 +36,7 @@ from hpc_swe.plugins.engines._answers import Answer, decode
 from hpc_swe.plugins.engines._vllm_environment import BACKEND
 from hpc_swe.plugins.engines._vllm_gate import SAMPLE
 from hpc_swe.plugins.engines._vllm_update import UpdateRoutes
-from hpc_swe.plugins.engines.base import Completion, EngineInfo, Weights
+from hpc_swe.plugins.engines.base import NEW, Completion, EngineInfo, Prefix, Weights
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.records import FREE, IdArray, ProbeScore, Sampling, WeightVersion
 
@@ -89,8 +89,9 @@ class Vllm(Plugin, frozen=True, kw_only=True):
     """Seconds to wait for an answer while weights are updated or probed; a slower engine is replaced."""
     kv_on_update: Literal["recompute", "keep"] = "recompute"
     """What happens to cached keys and values when weights change. recompute: they are computed again with the
-    new weights. keep: running requests go on at once from caches of older weights, which later requests with
-    the same prefix use, too; recorded log-probabilities are those that the engine sampled from."""
+    new weights. keep: running requests, and later ones that extend the same conversation, go on at once from
+    caches of older weights; a conversation that begins afterwards shares none of them. Recorded
+    log-probabilities are those that the engine sampled from."""
     program: str = ""
     """Path of vllm; empty finds it beside this interpreter, then on PATH."""
     environ: dict[str, str] = {}
@@ -256,13 +257,13 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         prompt: IdArray,
         sampling: Sampling,
         timeout_s: float,
-        *,
-        routed: int = 0,
+        prefix: Prefix = NEW,
     ) -> Completion:
         """Sample one completion; the request names every setting that shapes the distribution."""
         wait = (timeout_s, timeout_s + max(sampling.max_tokens, FEWEST_TIMED_TOKENS) / SLOWEST_TOKENS_PER_S)
-        more = {"routed_experts_prompt_start": routed} if self.return_routing else {}
-        answer = self._request(url, token, prompt.tolist(), sampling, wait, **more)
+        more = {"routed_experts_prompt_start": prefix.routed} if self.return_routing else {}
+        salt = prefix.salt if self.kv_on_update == "keep" else ""
+        answer = self._request(url, token, prompt.tolist(), sampling, wait, salt, **more)
         ids, logprobs = answer.token_ids, answer.logprobs
         _answers.require_finite(logprobs)
         if answer.finish_reason not in ("stop", "length", "abort"):
@@ -271,7 +272,7 @@ class Vllm(Plugin, frozen=True, kw_only=True):
             raise EngineError(f"{url}: stopped by {answer.stop_reason!r}, which is not the last token id")
         stamps = answer.weight_versions
         spans = None if stamps is None else _answers.to_spans(stamps, len(ids))
-        rows = len(prompt) + len(ids) - 1 - routed
+        rows = len(prompt) + len(ids) - 1 - prefix.routed
         routing = _answers.to_routing(answer, rows) if self.return_routing else None
         return Completion(ids, logprobs, answer.finish_reason, spans, routing)
 
@@ -289,9 +290,19 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         return answer.prompt_logprobs
 
     def _request(
-        self, url: str, token: str, ids: list[int], sampling: Sampling, wait: tuple[float, float], **more: int
+        self,
+        url: str,
+        token: str,
+        ids: list[int],
+        sampling: Sampling,
+        wait: tuple[float, float],
+        salt: str = "",
+        **more: int,
     ) -> Answer:
-        """Request one completion; `wait` is the seconds without data before a check, and those in all."""
+        """Request one completion; `wait` is the seconds without data before a check, and those in all.
+
+        Only requests with the same `salt` share a prefix cache.
+        """
         # No seed: on a CPU with chunked prefill a seeded request ends the engine for everybody.
         settings = msgspec.structs.asdict(sampling) | {
             "repetition_penalty": 1.0,
@@ -303,8 +314,9 @@ class Vllm(Plugin, frozen=True, kw_only=True):
             **more,
         }
         is_probe = "prompt_logprobs" in more
-        query, order = ("?probe", FIRST) if is_probe else ("", {})  # an answer that is never kept back
-        body = msgspec.json.encode({"token_ids": ids, "sampling_params": settings, **order})
+        query, top = ("?probe", FIRST) if is_probe else ("", {})  # an answer that is never kept back
+        top = top | {"cache_salt": salt} if salt else top
+        body = msgspec.json.encode({"token_ids": ids, "sampling_params": settings, **top})
         check_s, deadline = wait[0], time.monotonic() + wait[1]
 
         def keep_waiting() -> bool:
@@ -320,7 +332,7 @@ class Vllm(Plugin, frozen=True, kw_only=True):
                 raise
         del settings["detokenize"]  # an engine that somebody else runs has only vLLM's routes
         flags = {"return_token_ids": True, "return_tokens_as_token_ids": True}  # without a tokenizer, too
-        body = msgspec.json.encode({"prompt": ids, **flags, **settings, **order})
+        body = msgspec.json.encode({"prompt": ids, **flags, **settings, **top})
         data = _http.call(url, token, f"/v1/completions{query}", body, check_s, keep_waiting)
         return _answers.from_completions(url, data, ids)
 

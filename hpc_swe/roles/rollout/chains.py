@@ -34,6 +34,8 @@ class Chains:
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
+        self.salts: list[str] = []
+        """Of each turn: the salt of the caches that its chain has in an engine."""
         self._ends: dict[bytes, int] = {}
         """Digest of a history that ended in a delivered reply -> its turn."""
         self._digests: dict[int, tuple[Message, bytes]] = {}
@@ -60,9 +62,10 @@ class Chains:
             parent = turn.parent
         return pieces[::-1]
 
-    def add(self, turn: Turn) -> int:
+    def add(self, turn: Turn, salt: str) -> int:
         """Add a turn whose reply is not delivered yet; return its index."""
         self.turns.append(turn)
+        self.salts.append(salt)
         return len(self.turns) - 1
 
     def main(self) -> int:

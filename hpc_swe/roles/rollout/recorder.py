@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from hpc_swe.conversation import TokenBuilder
 from hpc_swe.errors import ConfigError, EngineError, EpisodeError, SandboxError
 from hpc_swe.plugins.agents.base import ContextFull, Refusal, Reply, TurnsSpent
+from hpc_swe.plugins.engines.base import Prefix
 from hpc_swe.records import ExitStatus, Message, RolloutRequest, Sampling, Turn, floats, id_array, ids
 from hpc_swe.roles.rollout.chains import ChainPlace, Chains
 from hpc_swe.roles.rollout.sampler import Sampled, Sampler
@@ -104,7 +105,9 @@ class Recorder:
         with self._lock:
             place = self._chains.place(messages, tools)
             continues = place.parent is not None
-            engine = "" if place.parent is None else self._chains.turns[place.parent].engine
+            parent = place.parent
+            engine = "" if parent is None else self._chains.turns[parent].engine
+            salt = "" if parent is None else self._chains.salts[parent]
             if self._config.history == "template":
                 place = dataclasses.replace(place, parent=None, new=list(messages))
             prefix = self._chains.prefix(place.parent)
@@ -113,7 +116,7 @@ class Recorder:
         sampling = self._fit(len(prompt))
         with self._engine_clock():
             # The last token of an answer becomes routed only as part of the next prompt.
-            known = max(0, sum(map(len, prefix)) // 4 - 1)
+            known = Prefix(max(0, sum(map(len, prefix)) // 4 - 1), salt)
             sampled = self._sampler.sample(prompt, sampling, engine, known, self._count_answer)
         seconds = time.monotonic() - started
         index = self._keep(place, appended, sampling, sampled, seconds)
@@ -283,4 +286,4 @@ class Recorder:
         )
         with self._lock:
             self.counts["continued"] += sampled.continued
-            return self._chains.add(turn)
+            return self._chains.add(turn, sampled.salt)

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from hpc_swe.errors import EngineError, Overdue
-from hpc_swe.plugins.engines.base import Completion, Engine
+from hpc_swe.plugins.engines.base import NEW, Completion, Engine, Prefix
 from hpc_swe.records import Endpoint, IdArray, Sampling, VersionSpan, WeightVersion
 from hpc_swe.roles.rollout.endpoints import Endpoints
 
@@ -42,6 +42,8 @@ class Sampled:
     finish_reason: Literal["stop", "length"] = "length"
     continued: int = 0
     """Aborted parts that were continued."""
+    salt: str = ""
+    """Name of the weights with which the chain began."""
     routed: int = 0
     """First tokens of prompt and completion whose routing is known."""
     routing: bytes = b""
@@ -90,15 +92,15 @@ class Sampler:
         prompt: IdArray,
         sampling: Sampling,
         prefer: str,
-        routed: int = 0,
+        prefix: Prefix = NEW,
         on_answer: Callable[[], None] = lambda: None,
     ) -> Sampled:
         """Sample until the turn ends or has `sampling.max_tokens`; `prefer` names the chain's engine.
 
-        The caller knows the routing of the first `routed` tokens of the prompt, and hears of each part.
+        `prefix` is what the caller has of the chain, whose salt a new chain gets here. It hears of each part.
         Raise EngineError if no engine made progress in time, or if an answer cannot be trusted.
         """
-        done = Sampled(engine=prefer, routed=routed)
+        done = Sampled(engine=prefer, routed=prefix.routed, salt=prefix.salt)
         timer = _ProgressTimer(self._wait_s, self.endpoints.clock)
         while True:
             before = len(done.token_ids)
@@ -136,9 +138,9 @@ class Sampler:
         ids = np.concatenate([prompt, np.asarray(done.token_ids, dtype="<i4")])
         with self.endpoints.take(done.engine, timer.left_s) as endpoint, timer.paused():
             silence_s = min(self._wait_s, SILENCE_S)
-            completion = self._engine.generate(
-                endpoint.url, self._token, ids, part, silence_s, routed=done.routed
-            )
+            # The oldest: during a swap, caches of the weights before must not get the name of the new ones.
+            prefix = Prefix(done.routed, done.salt or min(endpoint.versions).name)
+            completion = self._engine.generate(endpoint.url, self._token, ids, part, silence_s, prefix)
             _check(completion, part.max_tokens, endpoint)
             done.spans += self._spans(completion, endpoint, len(done.token_ids))
         done.token_ids += completion.token_ids
@@ -146,7 +148,7 @@ class Sampler:
         if completion.routing is not None:
             done.routed += len(completion.routing)
             done.routing += completion.routing.tobytes()
-        done.engine = endpoint.owner
+        done.engine, done.salt = endpoint.owner, prefix.salt
         is_full = part.max_tokens < room and len(completion.token_ids) == part.max_tokens
         return "more" if is_full and completion.finish_reason == "length" else completion.finish_reason
 

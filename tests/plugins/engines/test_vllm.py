@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from hpc_swe.errors import ConfigError, EngineError
 from hpc_swe.plugins.engines._vllm_gate import HOLD, RELEASE, SAMPLE
-from hpc_swe.plugins.engines.base import LOAD, Completion, Weights
+from hpc_swe.plugins.engines.base import LOAD, NEW, Completion, Prefix, Weights
 from hpc_swe.plugins.engines.vllm import Vllm
 from hpc_swe.records import ProbeScore, Sampling, WeightVersion
 from hpc_swe.rundir import RunDir
@@ -90,8 +90,14 @@ def reference(model: Path, prompt: list[int], completion: list[int]) -> np.ndarr
     return table.gather(1, torch.tensor(completion)[:, None])[:, 0].numpy()
 
 
-def sample(server: Server, prompt: list[int], sampling: Sampling = PLAIN, engine: Vllm = CPU) -> Completion:
-    return engine.generate(server.url, TOKEN, np.asarray(prompt, np.int32), sampling, 180.0)
+def sample(
+    server: Server,
+    prompt: list[int],
+    sampling: Sampling = PLAIN,
+    engine: Vllm = CPU,
+    prefix: Prefix = NEW,
+) -> Completion:
+    return engine.generate(server.url, TOKEN, np.asarray(prompt, np.int32), sampling, 180.0, prefix)
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
@@ -188,6 +194,27 @@ def test_kept_caches_go_on_with_the_new_weights(server: Server) -> None:
         assert version == new
         assert deviations(server, "a", prompt, completion)[:middle].max() < 1e-3
         assert deviations(server, "b", prompt, completion)[middle:].max() > 1e-2
+
+
+@pytest.mark.parametrize("route", ["ours", "vllm's"])
+def test_a_chain_that_begins_after_a_swap_finds_no_cache_of_older_weights(
+    server: Server, route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that began before goes on with its own."""
+    if route == "vllm's":
+        monkeypatch.setattr("hpc_swe.plugins.engines.vllm.SAMPLE", "/absent")
+    keep = msgspec.structs.replace(CPU, kv_on_update="keep")
+    prompt = np.random.default_rng(len(route)).integers(10, VOCABULARY, 600).tolist()
+    old = Prefix(salt=server.reload("a").name)
+    sample(server, prompt, engine=keep, prefix=old)
+    weights = server.publish("b")
+    keep.reload(server.url, TOKEN, weights)
+    goes_on, begins = (
+        sample(server, prompt, engine=keep, prefix=prefix)
+        for prefix in (old, Prefix(salt=weights.version.name))
+    )
+    assert deviations(server, "b", prompt, goes_on).max() > 1e-2
+    assert deviations(server, "b", prompt, begins).max() < 1e-3
 
 
 def edit(change: Callable[[dict[str, object]], None]) -> Callable[[Path], None]:

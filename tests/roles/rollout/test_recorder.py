@@ -295,6 +295,25 @@ def test_a_conversation_sticks_to_its_engine_while_it_serves(run: RunDir, builde
     assert urls[0] == urls[1] == urls[2] != urls[3]
 
 
+def test_only_new_chains_take_the_salt_of_new_weights(run: RunDir, builder: TokenBuilder) -> None:
+    """Their caches are under its name. While an engine swaps, it may still compute with the older weights."""
+    serve(run, a=[V1])
+    on = stage(run, builder, part=3)
+    history = [*START, answer(on.recorder(START)), tool("x")]
+    first = len(on.engine.calls)
+    serve(run, updating=True, newest=V2, a=[V2, V1])
+    on.recorder([Message(role="user", content="Another conversation.")])
+    second = len(on.engine.calls)
+    serve(run, newest=V2, a=[V2])
+    on.recorder(history)
+    third = len(on.engine.calls)
+    on.recorder([Message(role="user", content="A third one.")])
+    assert {call.salt for call in on.engine.calls[:first]} == {V1.name}
+    assert {call.salt for call in on.engine.calls[first:second]} == {V1.name}
+    assert {call.salt for call in on.engine.calls[second:third]} == {V1.name}, "its own prefix is cached"
+    assert {call.salt for call in on.engine.calls[third:]} == {V2.name}
+
+
 @pytest.mark.parametrize("versions", [[V1, V3], [V3, V1]])
 def test_an_engine_that_is_updating_is_asked_and_may_be_at_either_version(
     run: RunDir, builder: TokenBuilder, versions: list[WeightVersion]

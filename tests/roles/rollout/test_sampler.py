@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from hpc_swe.errors import EngineError, NoAnswer, Overdue
-from hpc_swe.plugins.engines.base import Completion
+from hpc_swe.plugins.engines.base import NEW, Completion, Prefix
 from hpc_swe.plugins.engines.scripted import Scripted, ScriptedReply
 from hpc_swe.records import Endpoint, EndpointTable, IdArray, Node, Sampling, WeightVersion
 from hpc_swe.roles.inference.supervisor import free_port
@@ -80,7 +80,13 @@ class Counting(Scripted, frozen=True):
     failures: list[Callable[[], None]] = []
 
     def generate(
-        self, url: str, token: str, prompt: IdArray, sampling: Sampling, timeout_s: float, *, routed: int = 0
+        self,
+        url: str,
+        token: str,
+        prompt: IdArray,
+        sampling: Sampling,
+        timeout_s: float,
+        prefix: Prefix = NEW,
     ) -> Completion:
         self.asked.append(sampling.max_tokens)
         if self.failures:
@@ -89,7 +95,7 @@ class Counting(Scripted, frozen=True):
         assert prompt[len(PROMPT) :].tolist() == list(range(begin))
         ids = list(range(begin, min(begin + sampling.max_tokens, 10)))
         ends = "stop" if ids[-1] == 9 else "length"
-        rows = [*prompt.tolist(), *ids][routed:-1]
+        rows = [*prompt.tolist(), *ids][prefix.routed : -1]
         routing = np.asarray(rows, np.uint8)[:, None] if self.return_routing else None
         return Completion(ids, [-0.1 * (i + 1) for i in ids], ends, [(0, len(ids), V1)], routing)
 
@@ -104,7 +110,7 @@ def test_parts_make_the_routing_of_each_token_once(run: RunDir, size: int, route
     list_engines(run, a="http://a")
     engine = msgspec.structs.replace(counting(), return_routing=True)
     sampler = Sampler(engine, Endpoints(run, max_lag=1, fresh_s=0.0), "secret", WAIT_S, size)
-    found = sampler.sample(PROMPT, Sampling(max_tokens=100), "", routed)
+    found = sampler.sample(PROMPT, Sampling(max_tokens=100), "", Prefix(routed))
     assert list(found.routing) == [*PROMPT.tolist(), *range(9)][routed:], "the last token was never computed"
 
 
