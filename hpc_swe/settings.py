@@ -119,7 +119,8 @@ class StopConfig(Record, frozen=True, kw_only=True):
     entropy_high: Annotated[float, Meta(ge=0)] = 0.0
     """Sign: policy/entropy is above this."""
     length_growth: Annotated[float, Meta(ge=0)] = 0.0
-    """Sign: episodes/tokens is above this many times its mean over the first `batches` batches of the run."""
+    """Sign: episodes/tokens is above this many times its mean over the first `batches` batches of the run, or
+    of those that this release has trained."""
     gap: Annotated[float, Meta(ge=0)] = 0.0
     """Sign: gap/k3, the divergence of the learner from the sampler, is above this."""
     all_solved: Annotated[float, Meta(ge=0, lt=1)] = 0.0

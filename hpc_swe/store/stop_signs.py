@@ -24,6 +24,8 @@ class SignRecord(Record, frozen=True, kw_only=True):
     steps: list[StepSigns] = []
     reason: str = ""
     """Why the run ends before its last step; empty when it does not."""
+    bounds: dict[str, float] = {}
+    """`[stop]` as the learner had it; empty in records of older releases."""
 
 
 def read(run: RunDir) -> SignRecord:
@@ -37,6 +39,6 @@ def read(run: RunDir) -> SignRecord:
 def forgive(run: RunDir) -> None:
     """Forget the reason and the steps that led to it, but not the first steps, with which others compare."""
     known = read(run)
-    first = [each for place, each in enumerate(known.steps) if each.step == place]
+    first = int(known.bounds.get("batches", 0))
     if known.reason:
-        atomic.put(run.stop_signs, replace(known, steps=first, reason=""))
+        atomic.put(run.stop_signs, replace(known, steps=known.steps[:first], reason=""))

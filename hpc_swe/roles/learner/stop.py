@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 
+import msgspec
+
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import StopConfig
 from hpc_swe.store import atomic, stop_signs
@@ -17,17 +19,19 @@ def enter(
 ) -> str:
     """Enter what a step has shown, and return why the run ends; empty when it goes on.
 
-    A step that is trained again replaces itself and what came after it. `check` is called just before the
+    A step that is trained again replaces itself and what came after it. Without bounds only the first steps
+    are entered, with whose length a bound that is set later compares. `check` is called just before the
     record is written, and prevents it by an error. Raise StorageError when it cannot be written.
     """
-    if config == StopConfig(batches=config.batches):
-        return ""
     known, count = stop_signs.read(run), config.batches
+    if config == StopConfig(batches=count) and len(known.steps) >= count:
+        return ""
     own = {curve: values[curve] for curve in CURVES if math.isfinite(values.get(curve, math.nan))}
     steps = [*(each for each in known.steps if each.step < step), StepSigns(step=step, values=own)]
-    kept = [each for each in steps if each.step < count or each.step > step - count]
+    kept = steps[:count] + [each for each in steps[count:] if each.step > step - count]
     reason = known.reason or reason_of(kept, config)
-    atomic.put(run.stop_signs, SignRecord(steps=kept, reason=reason), check=check)
+    record = SignRecord(steps=kept, reason=reason, bounds=msgspec.to_builtins(config))
+    atomic.put(run.stop_signs, record, check=check)
     return reason
 
 
@@ -55,6 +59,6 @@ def _bounds(steps: Sequence[StepSigns], config: StopConfig) -> Iterator[tuple[st
         yield "gap", "gap/k3", 1, config.gap
     if config.all_solved:
         yield "all_solved", "groups/all_solved", 1, config.all_solved
-    first = [e.values["episodes/tokens"] for e in steps if e.step < config.batches and e.values]
+    first = [e.values["episodes/tokens"] for e in steps[: config.batches] if "episodes/tokens" in e.values]
     if config.length_growth and first:
         yield "length_growth", "episodes/tokens", 1, config.length_growth * fmean(first)

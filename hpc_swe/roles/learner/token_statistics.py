@@ -52,9 +52,14 @@ def totals(tokens: TrainedTokens, more: Mapping[str, Tensor]) -> Tensor:
 
 
 def means(total: Sequence[float], more: Sequence[str], *, is_sampled: bool) -> dict[str, float]:
-    """Return metrics from the totals of a whole step, without those of the sampler unless there was one."""
+    """Return metrics from the totals of a whole step, without those of the sampler unless there was one.
+
+    A step without trained tokens has no means.
+    """
+    if not total[0]:
+        return {"policy/tokens": 0.0}
     names = (*OF_POLICY, *OF_SAMPLER, *more)
-    count, end = max(total[0], 1.0), 1 + len(names)
+    count, end = total[0], 1 + len(names)
     found = {name: value / count for name, value in zip(names, total[1:end], strict=True)}
     found["ratio/effective_share"] = found["ratio/mean"] ** 2 / max(found.pop("ratio/square"), 1e-30)
     found["gap/p99"] = _percentile(total[end:], 0.99)

@@ -44,10 +44,21 @@ def test_a_sign_in_three_batches_in_a_row_ends_the_run(tmp_path, config, curve, 
     assert reason in found[-1]
 
 
-def test_without_bounds_nothing_is_written_and_nothing_ends(tmp_path):
+def test_without_bounds_nothing_ends_and_only_the_first_steps_are_kept(tmp_path):
     run = rundir(tmp_path)
-    assert steps(run, StopConfig(batches=1), {"gap/k3": [9.0] * 3}) == ["", "", ""]
-    assert not run.stop_signs.exists()
+    assert steps(run, StopConfig(batches=2), {"gap/k3": [9.0] * 5}) == [""] * 5
+    assert [each.step for each in stop_signs.read(run).steps] == [0, 1]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_length_that_is_bounded_late_is_compared_with_the_first(tmp_path, known):
+    """Those of the run, or of an older release's run the first that were entered."""
+    run, config = rundir(tmp_path), StopConfig(batches=2, length_growth=2)
+    if known:
+        steps(run, StopConfig(batches=2), {"episodes/tokens": [100.0] * 2 + [150.0] * 8})
+    assert not any(steps(run, config, {"episodes/tokens": [150.0, 150.0]}, 10))
+    assert bool(steps(run, config, {"episodes/tokens": [210.0] * 2}, 12)[-1]) == known
+    assert steps(run, config, {"episodes/tokens": [310.0] * 2}, 14)[-1]
 
 
 def test_steps_that_are_trained_again_replace_themselves(tmp_path):
