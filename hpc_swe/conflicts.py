@@ -17,8 +17,8 @@ from hpc_swe.plugins.policies.base import DeltaPolicy, LossConfig
 from hpc_swe.settings import RunConfig
 
 MOST_STATUS_S = 300.0
-MOST_PASSES = 4
-"""Optimizer steps for a batch that old samples stand."""
+MOST_PASSES, MOST_WITH_SQUARE = 4, 9
+"""Optimizer steps for a batch that old samples stand, without the square of the log-ratio and with it."""
 NARROW = 0.01
 """Less than this the ratio of a sequence moves in one step of the weights only by chance."""
 _URL = re.compile(r"https?://[^/@?#\s]+(/[^@?#\s]+)?")
@@ -74,11 +74,13 @@ def doubts(config: RunConfig) -> Iterator[str]:
         )
     if config.mode != "grpo" or not groups.max_staleness:
         return
-    if (passes := optimizer.epochs * optimizer.minibatches) > MOST_PASSES:
+    most = MOST_WITH_SQUARE if loss.sampler_coefficient else MOST_PASSES
+    if (passes := optimizer.epochs * optimizer.minibatches) > most:
         yield (
             f"learner.optimizer.epochs * minibatches = {passes} optimizer steps for a batch, with samples up "
-            f"to {groups.max_staleness} steps older (groups.max_staleness): such runs have learnt and then "
-            f"fallen; take at most {MOST_PASSES}, halve learner.optimizer.lr, or set groups.max_staleness = 0"
+            f"to {groups.max_staleness} steps older (groups.max_staleness) and "
+            f"learner.loss.sampler_coefficient = {loss.sampler_coefficient:g}: no such run is known to keep "
+            f"what it learns; take at most {most}, at half the rate of one, or set groups.max_staleness = 0"
         )
     clip = max(loss.sequence_clip_low, loss.sequence_clip_high)
     if loss.objective == "gspo" and clip < NARROW:
@@ -107,7 +109,8 @@ def _shared_memory(config: RunConfig) -> Iterator[str]:
     if is_auto and _table(config.executor).get("share_gpus"):
         yield (
             'policy.recompute = "auto" fills the memory that is free when the learner starts, of which an '
-            'engine takes a part later with executor.share_gpus = true; name a value, for example "products"'
+            "engine takes a part later with executor.share_gpus = true; leave the key out, which recomputes "
+            'nothing, or name "products", which `launch start --dry-run` estimates beside the engine'
         )
 
 

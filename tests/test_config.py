@@ -127,9 +127,16 @@ def test_error_names_the_file_the_key_and_what_would_be_right(read, override, me
     [
         ([], ""),
         (["learner.optimizer.epochs=2", "learner.optimizer.minibatches=2"], ""),
-        (["learner.optimizer.epochs=5"], r"epochs \* minibatches = 5 optimizer steps .* up to 1 steps older"),
-        (["learner.optimizer.epochs=3", "learner.optimizer.minibatches=3"], r"minibatches = 9 "),
-        (["learner.optimizer.epochs=5", "groups.max_staleness=0"], ""),
+        (["learner.optimizer.epochs=3", "learner.optimizer.minibatches=3"], ""),  # configs/demo_two_gpus.toml
+        (
+            ["learner.optimizer.epochs=10"],
+            r"epochs \* minibatches = 10 optimizer steps .* up to 1 steps older",
+        ),
+        (
+            ["learner.optimizer.epochs=5", "learner.loss.sampler_coefficient=0"],
+            r"minibatches = 5 .*sampler_coefficient = 0: .* take at most 4, at half the rate",
+        ),
+        (["learner.optimizer.epochs=10", "groups.max_staleness=0"], ""),
         (
             ['learner.loss.objective="gspo"'],
             r"'gspo' clips .* exceeds 0.0004: .* set groups.max_staleness = 0",
