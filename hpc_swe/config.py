@@ -159,7 +159,7 @@ def keep_paths(old: RunConfig, new: RunConfig, folder: Path) -> RunConfig:
     for key, value in _leaves(dump(new)):
         if before.get(key) != value and _is_same_file(before.get(key), value, folder):
             *tables, name = key.split(".")
-            _at(tree, tables)[name] = before[key]
+            at(tree, tables)[name] = before[key]
     return build(tree, "")
 
 
@@ -312,7 +312,7 @@ def _paths(kind: Any, prefix: str = "") -> Iterator[str]:
             yield from _paths(field.type, f"{prefix}{field.name}.")
 
 
-def _at(tree: Any, path: Sequence[str]) -> Any:
+def at(tree: Any, path: Sequence[str]) -> Any:
     """Return what nested tables hold at a path; None where they hold nothing."""
     for name in path:
         tree = tree.get(name) if isinstance(tree, dict) else None
@@ -321,7 +321,7 @@ def _at(tree: Any, path: Sequence[str]) -> Any:
 
 def _remove(table: Any, path: Sequence[str]) -> bool:
     """Remove a key from nested tables; tell whether it was there."""
-    table = _at(table, path[:-1])
+    table = at(table, path[:-1])
     return bool(path) and isinstance(table, dict) and table.pop(path[-1], None) is not None
 
 
@@ -330,6 +330,6 @@ def _source_of(key: str, parts: Sequence[tuple[str, dict[str, Any]]]) -> str:
     path = key.split(".")
     for length in range(len(path), 0, -1):
         for source, tree in reversed(parts):
-            if _at(tree, path[:length]) is not None:
+            if at(tree, path[:length]) is not None:
                 return str(source)
     return ""

@@ -63,7 +63,7 @@ def _start(arguments: argparse.Namespace) -> None:
         )
     runs = Path(os.environ.get("HPC_SWE_RUNS") or "runs").absolute()
     run = RunDir(arguments.run or runs / files[0].stem)
-    base = None if files else existing.load(run)
+    base = None if files else existing.load(run, trains=True)
     if base:
         existing.enter(run)
     config = configuration.from_words(arguments.config, base, str(run.config))

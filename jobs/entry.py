@@ -37,7 +37,7 @@ def run_role(work: Callable[[RunDir, RunConfig], None]) -> None:
     stacks.register()
     run = RunDir(root.absolute())
     try:
-        work(run, existing.load(run))
+        work(run, existing.load(run, trains=True))
     except LostRace as error:
         log.error("%s; that process continues", error)
         sys.exit(0)

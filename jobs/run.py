@@ -292,7 +292,7 @@ def main() -> int:
     arguments = cli.parse(_parser())
     run = RunDir(arguments.run.absolute())
     try:
-        config = existing.load(run)
+        config = existing.load(run, trains=True)
         existing.enter(run)
         return _work(arguments, run, config)
     except HpcSweError as error:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 
 from hpc_swe import config as configuration
@@ -15,6 +16,7 @@ from hpc_swe.records import RunManifest
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import control, create, existing, submit, watch
 from hpc_swe.runs.view import RunReader
+from hpc_swe.settings import StopConfig
 from hpc_swe.store import atomic, stop_signs, submissions, supervision, tasks
 from tests.kit.checkout import ROOT
 from tests.kit.toy import make_repository
@@ -177,6 +179,18 @@ def test_start_with_other_signs_takes_a_run_up_again_that_one_has_ended(tmp_path
     control.start(run, read("stop.gap=0.1"))
     assert not run.finished.exists()
     assert stop_signs.read(run).reason == ""
+
+
+def test_a_sign_by_bounds_that_a_living_learner_kept_is_cleared(tmp_path, read):
+    run, new = RunDir(tmp_path / "run"), read("stop.gap=0.1")
+    control.start(run, read("stop.gap=0.01"))
+    control.start(run, new)
+    for gap, stands in ((0.01, False), (0.1, True)):  # the bound of the learner that has found the sign
+        bounds = msgspec.to_builtins(StopConfig(gap=gap))
+        atomic.put(run.stop_signs, stop_signs.SignRecord(reason="gap/k3 was above", bounds=bounds))
+        run.finished.touch()
+        control.start(run, new)
+        assert (run.finished.exists(), bool(stop_signs.read(run).reason)) == (stands, stands)
 
 
 def test_killed_start_leaves_no_half_run_and_can_be_repeated(tmp_path, read):
@@ -504,6 +518,28 @@ def test_jobs_run_the_code_that_the_run_was_started_with(tmp_path, read):
         timeout=DEADLINE_S,
     )
     assert "the code of the run" in done.stdout, done.stderr
+
+
+def test_a_run_keeps_the_defaults_of_the_release_that_made_it(tmp_path, read, caplog):
+    run = RunDir(tmp_path / "run")
+    former = [
+        "learner.optimizer.beta2=0.95",
+        "learner.optimizer.warmup_steps=0",
+        "groups.hard_max_staleness=0",
+    ]
+    today = ["learner.optimizer.beta2=0.98", "learner.optimizer.warmup_steps=10"]
+    control.start(run, read(*former))
+    control.start(run, read(*today, "groups.hard_max_staleness=8", "lease.beat_s=1.5"))
+    kept = existing.load(run)
+    optimizer = kept.learner.optimizer
+    assert (optimizer.beta2, optimizer.warmup_steps, kept.groups.hard_max_staleness) == (0.95, 0, 0)
+    assert kept.lease.beat_s == 1.5
+    (line,) = [each for each in caplog.messages if "keeps the defaults" in each]
+    assert (
+        "learner.optimizer.beta2 = 0.95 (today 0.98), learner.optimizer.warmup_steps = 0 (today 10)" in line
+    )
+    with pytest.raises(ConfigError, match=r"learner.optimizer.beta2: 0.95 -> 0.9\b"):
+        control.start(run, read("learner.optimizer.beta2=0.9"))
 
 
 @pytest.mark.slow

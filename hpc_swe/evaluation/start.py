@@ -13,7 +13,7 @@ from hpc_swe.evaluation import results
 from hpc_swe.evaluation.progress import ProgressBar, progress_of
 from hpc_swe.plugins.engines.base import RoutingEngine
 from hpc_swe.rundir import RunDir
-from hpc_swe.runs import control, existing, submit
+from hpc_swe.runs import control, existing, submit, upgrades
 from hpc_swe.runs.view import RunReader
 from hpc_swe.runs.watch import left, watch
 from hpc_swe.settings import RunConfig
@@ -29,7 +29,7 @@ def configured(run: RunDir, words: Sequence[str]) -> RunConfig:
     Raise ConfigError when the evaluation exists with another one, or when its model may be deleted.
     """
     if not words:
-        config = existing.load(run)
+        config = existing.load(run, trains=True)
         if config.mode != "eval":
             raise ConfigError(
                 f"{run.root} is a run of mode {config.mode}, not an evaluation; choose another --out"
@@ -41,6 +41,7 @@ def configured(run: RunDir, words: Sequence[str]) -> RunConfig:
     config = configuration.from_words([*words, *OWN])
     if isinstance(config.engine, RoutingEngine) and config.engine.return_routing:  # for a learner alone
         config = configuration.from_words([*words, *OWN, "engine.return_routing=false"])
+    config = upgrades.with_former_defaults(run, config)
     changed = control.differences(run, config) if run.config.exists() else []
     if changed:
         raise ConfigError(

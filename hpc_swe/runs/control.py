@@ -15,7 +15,7 @@ from hpc_swe.rundir import RunDir
 from hpc_swe.runs import checks, create, submit, trajectories, upgrades
 from hpc_swe.runs.existing import is_copy, load
 from hpc_swe.runs.submit import TickResult
-from hpc_swe.settings import RunConfig
+from hpc_swe.settings import RunConfig, StopConfig
 from hpc_swe.store import atomic, orders, stop_signs, submissions, supervision
 
 GRACE_S = 10.0  # seconds that `stop --now` gives processes to obey the order before it ends them
@@ -29,8 +29,10 @@ def start(run: RunDir, config: RunConfig, *, upgrade: bool = False, finish_s: fl
 
     A run keeps the code that it was created with, unless `upgrade` is set. Raise ConfigError when the run
     exists with another configuration, or a check refuses it. Jobs that an order has told to end are awaited
-    first, for `finish_s`: they would count as running, and be missing when they have ended.
+    first, for `finish_s`: they would count as running, and be missing when they have ended. Defaults that a
+    release has changed since the run was made stay as they were.
     """
+    config = upgrades.with_former_defaults(run, config)
     taken = checks.require(run, config)
     config = trajectories.resolved(run, config, taken.trajectories)
     if run.config.exists() or not create.create(run, config, taken):
@@ -175,12 +177,18 @@ def _update_config(run: RunDir, config: RunConfig, *, upgrade: bool) -> None:
         tree = configuration.without_later_keys(tree, written, configuration.dump(old))
     for change in configuration.changes(old, config, folder).values():
         log.info("changed %s, for jobs that start from now on", change)
-    if config.stop != old.stop:
+    if has_other_bounds := _has_other_bounds(run, old.stop, config.stop):
         stop_signs.forgive(run)
-    if config.steps > old.steps or (config.eval.patience, config.stop) != (old.eval.patience, old.stop):
+    if config.steps > old.steps or config.eval.patience != old.eval.patience or has_other_bounds:
         run.finished.unlink(missing_ok=True)
     atomic.write(run.token, create.key(run, config).encode())
     atomic.write(run.config, create.encoded(tree))
+
+
+def _has_other_bounds(run: RunDir, old: StopConfig, new: StopConfig) -> bool:
+    """Tell whether `[stop]` changes, or has changed since a learner that went on has found a sign."""
+    signs = stop_signs.read(run)
+    return new != old or (bool(signs.reason) and signs.bounds not in ({}, msgspec.to_builtins(new)))
 
 
 def print_result(run: RunDir, plan: TickResult) -> None:

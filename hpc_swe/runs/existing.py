@@ -1,5 +1,6 @@
 """Open a run that exists, after checking its owner, its mode and its protocol."""
 
+import logging
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -15,13 +16,15 @@ from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
-def load(run: RunDir) -> RunConfig:
+def load(run: RunDir, *, trains: bool = False) -> RunConfig:
     """Return the configuration of a run that exists.
 
-    Raise ConfigError if the folder holds no run, or another user's; CorruptRecord if its configuration cannot
-    be read; and StaleRun if it was made under another protocol version.
+    If somebody changed by hand what decides its training, warn; raise ConfigError where it `trains`.
+    Raise ConfigError also if the folder holds no run, or another user's; CorruptRecord if its configuration
+    cannot be read; and StaleRun if it was made under another protocol version.
     """
     try:
         owner = run.config.stat().st_uid
@@ -41,10 +44,13 @@ def load(run: RunDir) -> RunConfig:
         )
     made = _read(run.made, dict[str, Any]) if run.made.exists() else {}  # older versions wrote none
     if changed := configuration.changed_by_hand(made, tree):
-        raise ConfigError(
+        problem = (
             f"{run.config}: {'; '.join(changed)}: changed by hand, and this decides what the run trains; put "
             "the old value back, or start another run with the new one"
         )
+        if trains:
+            raise ConfigError(problem)
+        log.warning("%s; its jobs refuse to start", problem)
     is_archive = not os.access(run.root, os.W_OK)  # read-only, by its mode or its file system
     if not is_archive and not all(folder.is_dir() for folder in run.folders()):
         with suppress(PermissionError):  # copied or cleaned without its empty folders

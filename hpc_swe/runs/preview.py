@@ -12,7 +12,7 @@ from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.costs import GIB, MemoryEstimate, Part
 from hpc_swe.plugins.executors.base import ResourceRequest, Scheduled
 from hpc_swe.rundir import RunDir
-from hpc_swe.runs import checks, estimate, submit, trajectories
+from hpc_swe.runs import checks, estimate, submit, trajectories, upgrades
 from hpc_swe.runs.control import require_alike
 from hpc_swe.runs.estimate import GpuNeed
 from hpc_swe.settings import RunConfig
@@ -24,6 +24,7 @@ BESIDE = "beside this: the programs themselves, and files that are read and writ
 
 def preview(run: RunDir, config: RunConfig) -> None:
     """Show what `start` would make and submit; raise ConfigError when `start` would refuse it."""
+    config = upgrades.with_former_defaults(run, config)
     try:
         taken = checks.require(run, config)
         config = trajectories.resolved(run, config, taken.trajectories)

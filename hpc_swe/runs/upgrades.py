@@ -1,4 +1,4 @@
-"""Tell what `start --upgrade` changes in the training of a run that an older release has made.
+"""Say what a release trains otherwise than the older one that has made a run, and keep the defaults of that.
 
 A run keeps a copy of the code that it was made with, and this file is part of it. So a change that the copy
 does not name is new to the run.
@@ -8,7 +8,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hpc_swe import config as configuration
 from hpc_swe.rundir import SPOOLS, RunDir
+from hpc_swe.runs import existing
 from hpc_swe.settings import RunConfig, ShapingConfig
 
 log = logging.getLogger(__name__)
@@ -68,6 +70,36 @@ CHANGES = (
         voids="eval-",
     ),
 )
+
+
+FORMER_DEFAULTS = (
+    ("learner.optimizer.beta2", 0.95, 0.98),
+    ("learner.optimizer.warmup_steps", 0, 10),
+    ("groups.hard_max_staleness", 0, 8),
+    ("grader.cheated_reward", 0.0, -1.0),
+    ("grader.cheated_reward", -1.0, -2.0),
+)
+"""Key, its default in an older release, and today's. Only keys that may not change in an existing run."""
+
+
+def with_former_defaults(run: RunDir, config: RunConfig) -> RunConfig:
+    """Return the configuration with the defaults that an existing run was made with, and log which these are.
+
+    Files that leave such a key out would change what the run trains. Raise what `existing.load` does for a
+    run that trains.
+    """
+    if not run.config.exists():
+        return config
+    old, new = (configuration.dump(each) for each in (existing.load(run, trains=True), config))
+    kept = []
+    for name, former, today in FORMER_DEFAULTS:
+        *tables, key = name.split(".")
+        if [configuration.at(tree, (*tables, key)) for tree in (old, new)] == [former, today]:
+            configuration.at(new, tables)[key] = former
+            kept.append(f"{name} = {former} (today {today})")
+    if kept:
+        log.warning("%s keeps the defaults of the release that made it: %s", run.root, ", ".join(kept))
+    return configuration.build(new, str(run.config)) if kept else config
 
 
 def prepare(run: RunDir, config: RunConfig) -> None:

@@ -314,8 +314,8 @@ class Vllm(Plugin, frozen=True, kw_only=True):
             **more,
         }
         is_probe = "prompt_logprobs" in more
-        query, top = ("?probe", FIRST) if is_probe else ("", {})  # an answer that is never kept back
-        top = top | {"cache_salt": salt} if salt else top
+        query = "?probe" if is_probe else ""  # an answer that is never kept back
+        top = (FIRST if is_probe else {}) | ({"cache_salt": salt} if salt else {})
         body = msgspec.json.encode({"token_ids": ids, "sampling_params": settings, **top})
         check_s, deadline = wait[0], time.monotonic() + wait[1]
 

@@ -18,6 +18,7 @@ from hpc_swe.errors import ConfigError, EngineError
 from hpc_swe.plugins.engines import _answers
 from hpc_swe.plugins.engines._answers import Answer, SampleAnswer, TokenScores, to_routing
 from hpc_swe.plugins.engines._vllm_gate import SAMPLE
+from hpc_swe.plugins.engines.base import Prefix
 from hpc_swe.plugins.engines.vllm import Vllm, probe_distance
 from hpc_swe.records import ProbeScore, Sampling, WeightVersion
 
@@ -163,6 +164,15 @@ def test_every_setting_that_shapes_a_token_is_sent_and_no_other(url: str, sampli
     assert {name: settings[name] for name in SHAPING} == {name: getattr(sampling, name) for name in SHAPING}
     assert {name: settings[name] for name in OFF} == OFF
     assert settings.keys() == SHAPING | OFF.keys() | HARMLESS
+
+
+@pytest.mark.parametrize("route", ["", "/foreign"])
+def test_only_an_engine_that_keeps_caches_is_told_whose_they_are(url: str, route: str) -> None:
+    for kv_on_update, salt in (("keep", "v000001-i01"), ("recompute", None)):
+        Vllm(kv_on_update=kv_on_update).generate(
+            f"{url}{route}", "t", np.asarray([5, 6]), Sampling(), 60.0, Prefix(salt="v000001-i01")
+        )
+        assert Listener.asked[-1].get("cache_salt") == salt
 
 
 def test_an_engine_of_somebody_else_is_asked_by_vllm_s_route(url: str) -> None:
