@@ -109,8 +109,8 @@ def _shared_memory(config: RunConfig) -> Iterator[str]:
     if is_auto and _table(config.executor).get("share_gpus"):
         yield (
             'policy.recompute = "auto" fills the memory that is free when the learner starts, of which an '
-            "engine takes a part later with executor.share_gpus = true; leave the key out, which recomputes "
-            'nothing, or name "products", which `launch start --dry-run` estimates beside the engine'
+            "engine takes a part later with executor.share_gpus = true; name that value of those whose peaks "
+            "`launch start --dry-run` lists now which leaves room for the engine"
         )
 
 

@@ -88,7 +88,7 @@ def with_former_defaults(run: RunDir, config: RunConfig) -> RunConfig:
     Files that leave such a key out would change what the run trains. Raise what `existing.load` does for a
     run that trains.
     """
-    if not run.config.exists():
+    if not (run.config.exists() and run.manifest.exists()):
         return config
     old, new = (configuration.dump(each) for each in (existing.load(run, trains=True), config))
     kept = []

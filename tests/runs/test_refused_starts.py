@@ -95,7 +95,7 @@ def read(model):
         (["groups.max_staleness=9"], "max_staleness = 9 exceeds groups.hard_max_staleness = 8"),
         (
             ["policy.recompute='auto'", "executor.share_gpus=true"],
-            "an engine takes a part later .* name a value, for example",
+            "an engine takes a part later .* name that value of those whose peaks .*dry-run",
         ),
         (["learner.loss.mask_low=0.5"], "mask_low = 0.5 has no meaning .* or use decoupled"),
         (
