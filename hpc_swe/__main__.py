@@ -18,6 +18,7 @@ COMMANDS = {
     "engine": "print the command of an engine that a run can attach to",
     "demo": "run the whole loop on this machine",
     "demo.model": "write a tiny model and its tokenizer",
+    "demo.repair": "measure what a model learns, with controls",
     "tasks.prepare": "check rows of SWE-bench's form, and write them",
     "tasks.build_images": "build the sandbox images of tasks",
     "tasks.check": "check which tasks a run can train on",

@@ -1,6 +1,6 @@
 """Estimate solve rates with intervals over tasks, paired gains between two evaluations, and pass@k.
 
-Episodes of one task are not independent, so the bootstrap resamples tasks.
+Episodes of one task are not independent, so the bootstrap resamples tasks, or groups of similar tasks.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -51,9 +51,13 @@ def pass_rate(outcomes: Outcomes, k: int) -> Estimate:
     return _bootstrap(np.array(found))
 
 
-def gain(before: Outcomes, after: Outcomes) -> Estimate:
-    """Return the mean difference after - before, paired by task."""
-    return _bootstrap(_differences(before, after))
+def gain(before: Outcomes, after: Outcomes, groups: Mapping[str, str] | None = None) -> Estimate:
+    """Return the mean difference after - before, paired by task.
+
+    With `groups`, task id -> group, groups are resampled. Source: Davison and Hinkley 1997, section 3.8.
+    """
+    labels = [groups[task] for task in sorted(before)] if groups else None
+    return _bootstrap(_differences(before, after), labels)
 
 
 def detectable(outcomes: Outcomes) -> float:
@@ -102,9 +106,12 @@ def _smallest(values: NDArray[np.float64]) -> float:
     return error * (normal.inv_cdf(1 - LEVEL / 2) + normal.inv_cdf(POWER))
 
 
-def _bootstrap(values: NDArray[np.float64]) -> Estimate:
+def _bootstrap(values: NDArray[np.float64], labels: Sequence[str] | None = None) -> Estimate:
+    """Return the mean; values are resampled one by one, or in groups of equal labels."""
     if not len(values):
         raise ValueError("no task was evaluated")
-    picks = np.random.default_rng(0).integers(0, len(values), (DRAWS, len(values)))
-    low, high = np.percentile(values[picks].mean(axis=1), [2.5, 97.5])
+    groups = np.unique(labels, return_inverse=True)[1] if labels else np.arange(len(values))
+    sums, sizes = np.bincount(groups, values), np.bincount(groups)
+    picks = np.random.default_rng(0).integers(0, len(sums), (DRAWS, len(sums)))
+    low, high = np.percentile(sums[picks].sum(axis=1) / sizes[picks].sum(axis=1), [2.5, 97.5])
     return Estimate(float(values.mean()), float(low), float(high))

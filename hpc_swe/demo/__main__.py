@@ -13,31 +13,25 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from hpc_swe import cli, intervals, tables
 from hpc_swe import config as configuration
 from hpc_swe.demo.model import SHAPES, SIZES
+from hpc_swe.demo.stages import curve, newest, of_stage, watched
 from hpc_swe.errors import DeadlineError, HpcSweError
-from hpc_swe.evaluation.progress import episodes
-from hpc_swe.metrics import decode
 from hpc_swe.plugins.executors.base import RunsHere
 from hpc_swe.plugins.model_shape import read_config
 from hpc_swe.processes import completed
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import control as run_control
-from hpc_swe.runs import watch
-from hpc_swe.runs.view import RunView
-from hpc_swe.settings import RunConfig
-from hpc_swe.store import evals, weights
+from hpc_swe.store import evals
 from hpc_swe.store.evals import Attempt
-from hpc_swe.tables import bars, console, say
+from hpc_swe.tables import console, say
 
 MODEL_S = 3600.0  # longest wait for random weights to be written
 DECODINGS = ("greedy", "sampled")
@@ -104,22 +98,8 @@ class Demo:
             config = configuration.from_words([*words, "executor.foreground=true"])
         if not run.finished.exists():
             run_control.start(run, config)
-            _watch(name, run, config, 60 * self.stage_minutes)
+            watched(name, run, config, 60 * self.stage_minutes)
         return run
-
-
-def of_stage(overrides: Sequence[str], files: Sequence[str]) -> Iterator[str]:
-    """Yield the overrides of a stage, whose own files are named like demo_sft.
-
-    After an override my.toml the file my_sft.toml beside it is read, if there is one.
-    """
-    for word in overrides:
-        yield word
-        path = Path(word)
-        for name in files if path.suffix == ".toml" else ():
-            beside = path.with_stem(f"{path.stem}_{name.removeprefix('demo_')}")
-            if beside.exists():
-                yield str(beside)
 
 
 def run_name(text: str) -> str:
@@ -129,39 +109,6 @@ def run_name(text: str) -> str:
     if text in STAGES or text.startswith("after-"):
         raise argparse.ArgumentTypeError(f"{text!r} is the folder of another stage; choose another name")
     return text
-
-
-def newest(run: RunDir) -> Path:
-    """Return the folder of a finished run's last weights; raise HpcSweError when it published none."""
-    version = weights.newest(run)
-    if version is None:
-        raise HpcSweError(f"{run.weights}: the run has finished, but published no weights")
-    return run.weight(version)
-
-
-def curve(run: RunDir, name: str) -> list[tuple[int, float]]:
-    """Return (step, value) of one metric; a later line of the same step replaces an earlier one."""
-    logs = sorted(run.metrics.glob("coordinator-*.jsonl"))
-    lines = [line for path in logs for line in decode(path.read_bytes())[0] if name in line.values]
-    return sorted({line.step: line.values[name] for line in lines}.items())
-
-
-def _watch(name: str, run: RunDir, config: RunConfig, timeout_s: float) -> None:
-    with bars() as progress:
-        total = episodes(run, config) if config.mode == "eval" else config.steps
-        bar = progress.add_task(f"{name:10}", total=total)
-        watch.watch(run, config, timeout_s, partial(_advance, progress, bar, name), stop_on="error")
-        progress.update(bar, completed=total)
-
-
-def _advance(progress: Progress, bar: TaskID, name: str, view: RunView | str) -> None:
-    report = view.report if isinstance(view, RunView) else None
-    if report is None:
-        return
-    rewards = report.recent.get("reward/mean", [])
-    state = f"reward {rewards[-1]:.2f}" if rewards else report.waits_for[:40]
-    done = report.recent.get("evaluation/done", [report.step])[-1]  # episodes; else steps
-    progress.update(bar, completed=done, description=f"{name:10} {state}")
 
 
 def rates(before: Sequence[Attempt], after: Sequence[Attempt]) -> Table:

@@ -26,6 +26,7 @@ from hpc_swe.rundir import RunDir
 from hpc_swe.runs import exhibits, existing, trajectories
 from hpc_swe.store import atomic
 from hpc_swe.tables import console, say
+from hpc_swe.tasks.select_rows import rows_with_id
 
 TEXT = pa.string()
 FUNCTION = pa.struct([("name", TEXT), ("arguments", TEXT)])
@@ -191,6 +192,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--min-reward", type=float, default=1.0, help="least reward of an episode")
     most = "most episodes of a task, drawn by a hash; 0 is all"
     add("--per-task", type=cli.number(int, 0), default=0, help=most)
+    add("--tasks", type=cli.path, metavar="ROWS", help="only episodes of the tasks in this file of rows")
     add(
         "--split",
         type=float,
@@ -214,11 +216,14 @@ def main() -> None:
     _require_one_split(validation, arguments.split)
     found = collect(map(RunExport, arguments.runs), arguments.min_reward, arguments.per_task)
     say(f"{found.read:,} episodes read, {found.rewarded:,} with a reward of {arguments.min_reward:g} or more")
+    if arguments.tasks:
+        wanted = {task_id for task_id, _ in rows_with_id(arguments.tasks)}
+        found.rows = {name: rows for name, rows in found.rows.items() if name in wanted}
     train, held_out = divide(found, arguments.split)
     if not train:
         raise ConfigError(
             f"no row is left to write: {found.rewarded} of {found.read} episodes have such a reward, of "
-            f"{len(found.rows)} tasks; lower --min-reward or --split, or name other runs"
+            f"{len(found.rows)} tasks; lower --min-reward or --split, or name other runs or --tasks"
         )
     with boundary(StorageError, f"replace {validation}"):
         validation.unlink(missing_ok=True)  # it must not stay beside new rows if this command is interrupted

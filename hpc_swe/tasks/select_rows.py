@@ -62,7 +62,8 @@ def selected(
         yield band.verdict(found), row | {"pass_rate": rate, "samples": len(found or ())}
 
 
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def rows_with_id(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield task id and columns of each row of a file; raise ConfigError if one has no id."""
     for where, record in read_records(path):
         row = columns(record)
         task_id = next((row[name] for name in NAMES if name in row), None)
@@ -108,7 +109,7 @@ def main() -> int:
         "measured_model": atomic.get(run.manifest, RunManifest).model_sha256,
         "measured_on": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
-    found = [*selected(_rows(arguments.rows), _measured(run, arguments.decoding), band)]
+    found = [*selected(rows_with_id(arguments.rows), _measured(run, arguments.decoding), band)]
     tables.show(console, _overview(Counter(verdict for verdict, _ in found)))
     kept = [row | about for verdict, row in found if verdict == "kept"]
     if not kept:

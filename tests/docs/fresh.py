@@ -137,7 +137,11 @@ RULES = (
         NETWORK,
     ),
     (r"python -m hpc_swe\.tasks\.make_bugs .*", LOOKED_UP, MINUTES),
-    (r"python -m hpc_swe\.(?:evaluate|launch start) configs/repair_1b\.toml .*", LOOKED_UP, "needs a GPU"),
+    (
+        r"python -m hpc_swe\.(?:evaluate|launch start|demo\.repair) configs/repair_1b\.toml .*",
+        LOOKED_UP,
+        "needs a GPU",
+    ),
     (r"python -m hpc_swe\.tasks\.select_rows .*", LOOKED_UP, "needs a finished evaluation"),
     (r"python -m hpc_swe\.tasks\.check configs/swepdb\.toml .*", LOOKED_UP, "needs the rows of the hub"),
     (r".*configs/swebench\.toml.*", LOOKED_UP, "needs the rows of the hub"),

@@ -1,0 +1,147 @@
+"""What a model learns is measured stage by stage: none is repeated, and none is taken for another one."""
+
+import dataclasses
+import json
+
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer
+
+from hpc_swe.demo import learned
+from hpc_swe.demo.learned import ModelResult
+from hpc_swe.demo.repair import Clock, Repair, held_gpus
+from hpc_swe.errors import ConfigError
+from hpc_swe.store.evals import Attempt
+from tests.kit.checkout import ROOT
+from tests.kit.toy_model import HERMES, make_model, tokenizer_json
+
+TESTS = """from solution import f
+
+
+def test_f():
+    assert f(1) == 3
+
+
+def test_more():
+    assert f(2) == 5
+"""
+ROWS = [
+    {
+        "task_id": name,
+        "files": [
+            {"path": "solution.py", "content": "def f(x):\n    return x\n"},
+            {"path": "test.py", "content": TESTS},
+        ],
+    }
+    for name in ("first", "second")
+]
+REPLIES = ["```\ndef f(x):\n    return 2 * x + 1\n```", "```\ndef f(x):\n    return 3\n```"]
+
+
+@pytest.fixture
+def repair(tmp_path, monkeypatch):
+    """Of two answers one is right, and one row is more than the configuration takes."""
+    monkeypatch.chdir(ROOT)
+    make_model(tmp_path / "model", HERMES)
+    (tmp_path / "model/config.json").write_text("{}")
+    (tmp_path / "model/generation_config.json").write_text('{"eos_token_id": 322}')
+    tokenizer = Tokenizer.from_str(tokenizer_json())
+    said = [[*tokenizer.encode(text).ids, tokenizer.token_to_id("<|im_end|>")] for text in REPLIES]
+    replies = [{"token_ids": ids, "logprobs": [-0.5] * len(ids), "delay_s": 0.0} for ids in said]
+    (tmp_path / "replies.json").write_text(json.dumps(replies))
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    words = [
+        "configs/demo.toml",
+        f'taskset={{type="programs", train="{tmp_path}/train.jsonl", eval="{tmp_path}/test.jsonl"}}',
+        *('sandbox={type="process"}', 'agent={type="answer_agent"}', "tasks.train=1", "tasks.eval=1"),
+        f'engine={{type="scripted", replies="{tmp_path}/replies.json", max_model_len=8192}}',
+        *("rollout.context=4096", "rollout.slots=1", "coordinator.poll_s=0.2", "lease.beat_s=0.5"),
+    ]
+    return Repair(tmp_path / "out", words, tmp_path / "model", samples=2, rate=2)
+
+
+def test_stages_that_are_done_are_neither_repeated_nor_taken_for_others(repair):
+    files = repair.make_tasks()
+    chosen = repair.choose(files["train"])
+    found = [(row["task_id"], row["pass_rate"]) for row in pq.read_table(chosen).to_pylist()]
+    assert found == [("first", 0.5)]
+    repair.evaluate("base", repair.model, files["eval"])
+    (base,) = repair.measured()
+    assert [len(each) for each in base.attempts.values()] == [2, 1]
+    before = {path: path.stat().st_mtime_ns for path in repair.root.rglob("*")}
+    repair.choose(files["train"])
+    repair.evaluate("base", repair.model, files["eval"])
+    assert {path: path.stat().st_mtime_ns for path in repair.root.rglob("*")} == before
+    with pytest.raises(ConfigError, match=r"eval\.samples: 2 -> 3"):
+        dataclasses.replace(repair, samples=3).evaluate("base", repair.model, files["eval"])
+
+
+def test_rows_of_others_are_kept_where_the_held_out_ones_are_missing(repair, tmp_path):
+    (tmp_path / "test.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"test\.jsonl': they are not both there"):
+        repair.make_tasks()
+    (tmp_path / "train.parquet").write_text("mine")
+    words = [
+        f'taskset.{split}="{tmp_path}/{name}.parquet"'
+        for split, name in (("train", "train"), ("eval", "test"))
+    ]
+    with pytest.raises(ConfigError, match="they are not both there"):
+        dataclasses.replace(repair, words=[*repair.words, *words]).make_tasks()
+
+
+def test_the_time_of_a_stage_is_summed_over_interruptions(tmp_path):
+    first = Clock(tmp_path / "spent.json", gpus=2)
+    first._since -= 30
+    first.note()
+    first._since -= 5
+    first.note()  # too soon to be written, so a kill loses these seconds
+    again = Clock(tmp_path / "spent.json", gpus=2)
+    again._since -= 10
+    again.note(0.0)
+    assert again.spent.seconds == pytest.approx(40, abs=1)
+    assert again.spent.gpu_seconds == pytest.approx(80, abs=2)
+
+
+def test_a_shared_gpu_is_counted_once_and_no_gpu_of_roles_without_jobs(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    repair = Repair(tmp_path, ["configs/repair_1b.toml"], tmp_path)
+    apart = [*repair.words, "executor.share_gpus=false", 'policy.recompute="products"']
+    assert held_gpus(repair.config()) == 1
+    assert held_gpus(dataclasses.replace(repair, words=apart).config()) == 2
+    assert held_gpus(dataclasses.replace(repair, words=apart).config("mode=eval")) == 1
+
+
+def test_the_shuffled_control_has_the_advantages_of_the_configuration(repair, tmp_path):
+    files = {kind: repair.config_of(kind, tmp_path / "rows.parquet") for kind in ("grpo", "shuffled")}
+    assert files["shuffled"].advantage.of["scale_by_std"] == files["grpo"].advantage.scale_by_std is True
+    assert files["shuffled"].groups == files["grpo"].groups
+
+
+def attempt(task: str, number: int, *, solved: bool, patch: str = "p") -> Attempt:
+    outcome = "resolved" if solved else "unresolved"
+    known = {"sampling": "greedy", "outcome": outcome, "reward": float(solved), "submission": patch}
+    return Attempt(task_id=task, index=number, sample=number, **known)
+
+
+def test_faults_of_one_function_widen_the_interval_of_a_gain(tmp_path):
+    """All tasks that are won are of one function: over tasks the gain is sure, over functions it is not."""
+    names = [str(number) for number in range(40)]
+    base = ModelResult(
+        "base", attempts={"greedy": [attempt(name, 0, solved=False, patch="") for name in names]}
+    )
+    won = ModelResult("grpo-0", 9, 0.5, {"greedy": [attempt(n, 0, solved=int(n) < 20) for n in names]})
+    rows = tmp_path / "rows.jsonl"
+    kind = [f"m.py: f{max(0, int(name) - 19)}: operator" for name in names]
+    lines = [{"task_id": n, "extra_info": {"task_name": k}} for n, k in zip(names, kind, strict=True)]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    table = learned.table(base, [won], learned.functions(rows))
+    assert "40 held-out tasks in 21 functions" in str(table.title)
+    cells = {column.header: [*column.cells] for column in table.columns}
+    over_tasks, over_functions = (
+        cells[f"gain, over {what}"][1].partition("[")[2].split(",")[0] for what in ("tasks", "functions")
+    )
+    assert float(over_tasks) > 0.3
+    assert float(over_functions) == 0.0
+    assert cells["no patch"] == ["1.000", "0.000"]
+    assert cells["GPU-hours"] == ["0.00", "0.50"]
