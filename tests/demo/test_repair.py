@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -12,8 +15,9 @@ from hpc_swe.demo.learned import ModelResult
 from hpc_swe.demo.repair import Clock, Repair, held_gpus
 from hpc_swe.errors import ConfigError
 from hpc_swe.store.evals import Attempt
-from tests.kit.checkout import ROOT
-from tests.kit.toy_model import HERMES, make_model, tokenizer_json
+from tests.kit.checkout import ROOT, environment
+from tests.kit.toy_model import HERMES, make_model
+from tests.kit.waiting import DEADLINE_S, until
 
 TESTS = """from solution import f
 
@@ -38,27 +42,33 @@ ROWS = [
 REPLIES = ["```\ndef f(x):\n    return 2 * x + 1\n```", "```\ndef f(x):\n    return 3\n```"]
 
 
+def words(folder: Path, model: Path, engine: str) -> list[str]:
+    """Of two answers one is right, and there are more rows than the configuration takes."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    said = [[*tokenizer.encode(text).ids, tokenizer.token_to_id("<|im_end|>")] for text in REPLIES]
+    replies = [{"token_ids": ids, "logprobs": [-0.5] * len(ids), "delay_s": 0.0} for ids in said]
+    (folder / "replies.json").write_text(json.dumps(replies))
+    for name in ("train", "test"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return [
+        "configs/demo.toml",
+        f'taskset={{type="programs", train="{folder}/train.jsonl", eval="{folder}/test.jsonl"}}',
+        *('sandbox={type="process"}', 'agent={type="answer_agent"}', "tasks.train=1", "tasks.eval=1"),
+        f'engine={{type="{engine}", replies="{folder}/replies.json", max_model_len=512}}',
+        *("rollout.slots=1", "coordinator.poll_s=0.2", "lease.beat_s=0.5", "eval.every=0"),
+        *("groups.group_size=2", "groups.groups_per_step=2", "policy.tensor_parallel=1"),
+    ]
+
+
 @pytest.fixture
 def repair(tmp_path, monkeypatch):
-    """Of two answers one is right, and one row is more than the configuration takes."""
     monkeypatch.chdir(ROOT)
     make_model(tmp_path / "model", HERMES)
     (tmp_path / "model/config.json").write_text("{}")
     (tmp_path / "model/generation_config.json").write_text('{"eos_token_id": 322}')
-    tokenizer = Tokenizer.from_str(tokenizer_json())
-    said = [[*tokenizer.encode(text).ids, tokenizer.token_to_id("<|im_end|>")] for text in REPLIES]
-    replies = [{"token_ids": ids, "logprobs": [-0.5] * len(ids), "delay_s": 0.0} for ids in said]
-    (tmp_path / "replies.json").write_text(json.dumps(replies))
-    for name in ("train", "test"):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    words = [
-        "configs/demo.toml",
-        f'taskset={{type="programs", train="{tmp_path}/train.jsonl", eval="{tmp_path}/test.jsonl"}}',
-        *('sandbox={type="process"}', 'agent={type="answer_agent"}', "tasks.train=1", "tasks.eval=1"),
-        f'engine={{type="scripted", replies="{tmp_path}/replies.json", max_model_len=8192}}',
-        *("rollout.context=4096", "rollout.slots=1", "coordinator.poll_s=0.2", "lease.beat_s=0.5"),
-    ]
-    return Repair(tmp_path / "out", words, tmp_path / "model", samples=2, rate=2)
+    model = tmp_path / "model"
+    given = [*words(tmp_path, model, "scripted"), "engine.max_model_len=4096", "rollout.context=4096"]
+    return Repair(tmp_path / "out", given, model, samples=2, rate=2)
 
 
 def test_stages_that_are_done_are_neither_repeated_nor_taken_for_others(repair):
@@ -82,12 +92,44 @@ def test_rows_of_others_are_kept_where_the_held_out_ones_are_missing(repair, tmp
     with pytest.raises(ConfigError, match=r"test\.jsonl': they are not both there"):
         repair.make_tasks()
     (tmp_path / "train.parquet").write_text("mine")
-    words = [
+    named = [
         f'taskset.{split}="{tmp_path}/{name}.parquet"'
-        for split, name in (("train", "train"), ("eval", "test"))
+        for split, name in {"train": "train", "eval": "test"}.items()
     ]
     with pytest.raises(ConfigError, match="they are not both there"):
-        dataclasses.replace(repair, words=[*repair.words, *words]).make_tasks()
+        dataclasses.replace(repair, words=[*repair.words, *named]).make_tasks()
+
+
+@pytest.mark.slow
+def test_the_command_goes_on_after_a_kill_in_training(tmp_path):
+    make = [sys.executable, "-m", "hpc_swe.demo.model", "--out", tmp_path / "model"]
+    subprocess.run(make, cwd=ROOT, env=environment(), check=True, timeout=DEADLINE_S)
+    line = [sys.executable, "-m", "hpc_swe.demo.repair", "--model", tmp_path / "model"]
+    line += [*words(tmp_path, tmp_path / "model", "tests.kit.by_heart:ByHeart"), "--out", tmp_path / "out"]
+    line += [
+        "--steps=3",
+        "--samples=2",
+        "--rate=2",
+        "--controls=rejection",
+        "sft.samples_per_step=2",
+        "steps=3",
+    ]
+    killed = subprocess.Popen([*map(str, line)], cwd=ROOT, env=environment())
+    until(lambda: [*tmp_path.glob("out/grpo-0/weights/v000001-*")], "a first step", DEADLINE_S)
+    killed.kill()
+    killed.wait()
+    rated = (tmp_path / "out/rate/summary.json").stat().st_mtime_ns
+    done = subprocess.run(
+        [*map(str, line)], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [row.split()[:3] for row in done.stdout.splitlines() if " sampled " in row or " greedy " in row]
+    assert [(name, decoding) for name, decoding, _ in lines] == [
+        (name, decoding) for name in ("base", "grpo-0", "rejection-0") for decoding in ("sampled", "greedy")
+    ]
+    assert [steps for *_, steps in lines] == ["0", "0", "3", "3", "3", "3"]
+    assert (tmp_path / "out/rate/summary.json").stat().st_mtime_ns == rated
+    assert (tmp_path / "out/curves.png").exists()
 
 
 def test_the_time_of_a_stage_is_summed_over_interruptions(tmp_path):
