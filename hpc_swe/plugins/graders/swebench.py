@@ -19,6 +19,7 @@ import re
 import shlex
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -50,8 +51,10 @@ from hpc_swe.records import Outcome, Score, Task
 
 _STEP_S = 120.0
 _WRITING = "write the files of a grading"
-_MOST_BASES = 64
+_MOST_BASES, _MOST_TRIES = 64, 3
 _bases: dict[bytes, ParsedRun] = {}
+_tries: Counter[bytes] = Counter()
+"""Runs of a base commit that showed nothing: the host may have failed, but not each time."""
 _supports: dict[tuple[str, ...], tuple[str, ...]] = {}
 """Task -> the modules that only its tests import."""
 _bases_lock = threading.Lock()
@@ -186,11 +189,13 @@ def _base(task: Task, modules: str, sandboxes: Sandboxes) -> ParsedRun:
             lambda: _run_tests(task, "", sandboxes, modules), lambda run: run.timed_out, task.tests.timeout_s
         )
         known = run.parsed
-        if known.odd or not known.complaint:
-            with _bases_lock:
+        with _bases_lock:
+            _tries[key] += 1
+            if known.odd or not known.complaint or _tries[key] >= _MOST_TRIES:
                 while len(_bases) >= _MOST_BASES:
                     del _bases[next(iter(_bases))]
                 _bases[key] = known
+                del _tries[key]
     return known
 
 

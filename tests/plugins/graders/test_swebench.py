@@ -168,6 +168,18 @@ def test_a_class_that_the_base_commit_has_accuses_nobody(tmp_path, more):
     assert (score.outcome, score.reward) == ("resolved", 1.0), score
 
 
+def test_a_base_commit_whose_tests_come_to_no_end_is_not_always_run(tmp_path):
+    before = BROKEN + "import os\nos._exit(3)\n"
+    base = make_repository(tmp_path / "calc", {"calc/core.py": before})
+    sandboxes = Checkout(repository=str(tmp_path / "calc"), also=f"echo >> {tmp_path}/opened")
+    one, after = task(tmp_path, "unittest", base), ANYTHING + MENDED
+    opened = []
+    for _ in range(5):
+        assert GRADER.grade(one, patch("calc/core.py", before, after), sandboxes).outcome == "cheated"
+        opened.append(len((tmp_path / "opened").read_text()) - sum(opened))
+    assert opened[-2:] == [opened[0] - 1] * 2
+
+
 def test_a_solution_is_paid_whatever_else_lies_about(grade):
     rest = new("conftest.py", "raise SystemExit(1)\n") + new("tests/test_mine.py", "assert False\n")
     for folder in ("evil-1.dist-info", "odd-1.Dist-Info", "EVIL.EGG-INFO"):  # pytest would load its plugin
