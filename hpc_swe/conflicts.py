@@ -7,6 +7,7 @@ later: a run that was created before them, and breaks one, goes on.
 import re
 from collections.abc import Iterator
 
+from msgspec import to_builtins
 from msgspec.structs import asdict
 
 from hpc_swe import plugins
@@ -19,6 +20,8 @@ from hpc_swe.settings import RunConfig
 MOST_STATUS_S = 300.0
 MOST_PASSES, MOST_WITH_SQUARE = 4, 9
 """Optimizer steps for a batch that old samples stand, without the square of the log-ratio and with it."""
+REPORT_BYTES = 1_000_000
+"""Size of the largest report that tests of a right program may write; a guard of graders keeps to it."""
 NARROW = 0.01
 """Less than this the ratio of a sequence moves in one step of the weights only by chance."""
 _URL = re.compile(r"https?://[^/@?#\s]+(/[^@?#\s]+)?")
@@ -44,6 +47,7 @@ def of_new_runs(config: RunConfig) -> Iterator[str]:
     if snapshot_every > 1 and isinstance(policy, DeltaPolicy) and policy.why_no_deltas:
         yield f"learner.snapshot_every = {snapshot_every} and {policy.why_no_deltas}, or snapshot_every = 1"
     yield from _wrong_batch_wait(config)
+    yield from _unread_reports(config)
     if config.mode != "grpo":
         return
     yield from _shared_memory(config)
@@ -136,6 +140,18 @@ def _table(value: object) -> dict[str, float]:
     """Return the numbers of a plugin's table; an object that is no plugin has none."""
     table = plugins.dump(value) if isinstance(value, plugins.Plugin) else {}
     return {name: number for name, number in table.items() if isinstance(number, int | float)}
+
+
+def _unread_reports(config: RunConfig) -> Iterator[str]:
+    """Yield a message if a sandbox does not give back the report of every right program."""
+    table = to_builtins(plugins.dump(config.sandbox)) if isinstance(config.sandbox, plugins.Plugin) else {}
+    sizes = {"": table.get("read_bytes"), "limits.": table.get("limits", {}).get("read_bytes")}
+    for prefix, size in sizes.items():
+        if isinstance(size, int) and size < REPORT_BYTES:
+            yield (
+                f"sandbox.{prefix}read_bytes = {size} is less than {REPORT_BYTES}: a report of tests may be "
+                "so long, and one that is not read counts as a failure of the policy; raise it"
+            )
 
 
 def _contradictions(config: RunConfig) -> Iterator[str]:

@@ -57,7 +57,7 @@ TEST_NAME = 70
 # - benchmarks: our learner, its peers and the limits of the hardware, measured in the same way, and what a
 #   checkpoint takes on a file system
 BUDGETS = {
-    "hpc_swe": 3_748,
+    "hpc_swe": 3_766,
     "hpc_swe/benchmarks": 3_254,
     "hpc_swe/conversation": 1_213,
     "hpc_swe/demo": 880,  # what a published model learns, with controls, in one command

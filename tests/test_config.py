@@ -280,6 +280,16 @@ def test_reports_are_not_so_rare_that_a_learner_takes_them_for_silence(read):
     assert list(conflicts.of_new_runs(read(GOOD, f"coordinator.status_s={conflicts.MOST_STATUS_S}"))) == []
 
 
+@pytest.mark.parametrize(
+    ("kind", "key"), [("process", "sandbox.read_bytes"), ("apptainer", "sandbox.limits.read_bytes")]
+)
+def test_a_sandbox_gives_back_every_report_that_tests_may_write(read, kind, key):
+    words = (GOOD, f'sandbox.type="{kind}"')
+    (found,) = conflicts.of_new_runs(read(*words, f"{key}={conflicts.REPORT_BYTES - 1}"))
+    assert f"{key} = {conflicts.REPORT_BYTES - 1} is less than" in found
+    assert list(conflicts.of_new_runs(read(*words, f"{key}={conflicts.REPORT_BYTES}"))) == []
+
+
 @pytest.mark.parametrize("objective", ["grpo", "sft"])
 def test_steps_with_a_learning_rate_of_0_are_refused(read, objective):
     words = [f'mode="{objective}"', *(['learner.loss.objective="sft"'] if objective == "sft" else [])]
