@@ -38,6 +38,13 @@ FEWER = 60_000
 """Beyond all bounds, too, and soon made."""
 MOST_MB = 200
 """How far a worker's memory may rise."""
+REPORT = """cat >> mod.py <<'P'
+import json, os
+report = next(n for n in os.listdir() if n[0] == '.' and len(n) == 33)
+{}
+os._exit(0)
+P
+"""
 MEND = "sed -i 's/a - b/a + b/' calc/core.py"
 
 
@@ -119,7 +126,8 @@ def cases(many: int) -> Iterator[tuple[str, str, str]]:
     """Group, name and script."""
     for group, scripts in GROUPS.items():
         for name, script in scripts.items():
-            yield group, name, script.replace("@MANY@", str(many))
+            made = REPORT.format(script.strip()) if group == "report" else script
+            yield group, name, made.replace("@MANY@", str(many))
 
 
 def honest(workers: Workers) -> list[Came]:
