@@ -37,10 +37,7 @@ LOSS = {"kl_coefficient": 0.05}
 CASES = {
     "tp1": (1, "dense", FP32, ONE, {}),
     "tp1-one-pack": (1, "dense", FP32, [[[3, 0, 2, 1]]], {"clip_grad": 0}),
-    "tp1-plain-optimizer": (1, "dense", FP32 | {"distributed_optimizer": False}, ONE, {}),
     "tp1-chunks": (1, "dense", FP32 | {"logprob_chunk": 7}, [[[3], [1], [0, 2], "filler"]], {"clip_grad": 0}),
-    "tied-tp1": (1, "tied", FP32 | {"recompute": "elementwise"}, ONE, {}),
-    "qwen2-tp1": (1, "qwen2", FP32 | {"recompute": "products"}, ONE, {}),
     "mistral-tp1": (1, "mistral", FP32, ONE, {"clip_grad": 0}),
     "moe-tp1": (1, "moe", FP32, ONE, {}),
     "routed-tp1": (
@@ -51,7 +48,6 @@ CASES = {
         {"clip_grad": 0},
     ),
     "tp2": (2, "dense", TENSOR, ONE, {}),
-    "tp2-grads": (2, "dense", TENSOR, ONE, {"clip_grad": 0}),
     "tp2-sequence-full": (
         2,
         "dense",
@@ -76,7 +72,6 @@ CASES = {
         ONE,
         {"clip_grad": 0},
     ),
-    "moe-tp2-full": (2, "moe", TENSOR | {"sequence_parallel": True, "recompute": "full"}, ONE, {}),
     "routed-tp2-full": (
         2,
         "routed",
@@ -87,7 +82,6 @@ CASES = {
     "dp2": (2, "dense", FP32, HALVES, {}),
     "dp2-plain-optimizer": (2, "dense", FP32 | {"distributed_optimizer": False}, HALVES, {"clip_grad": 0}),
     "dp2-filler": (2, "dense", FP32, [[[0, 1], "filler"], [[2], [3]]], {}),
-    "moe-dp2": (2, "moe", FP32, HALVES, {}),
     "moe-ep2": (2, "moe", FP32 | {"expert_parallel": 2, "recompute": "products"}, HALVES, {}),
     "moe-tp2-ep2": (
         2,
@@ -96,12 +90,10 @@ CASES = {
         ONE,
         {"clip_grad": 0},
     ),
-    "idle-ep2": (2, "crowded", FP32 | {"expert_parallel": 2, "recompute": "elementwise"}, HALVES, {}),
     "idle-ep2-products": (2, "crowded", FP32 | {"expert_parallel": 2, "recompute": "products"}, HALVES, {}),
     "cp2": (2, "dense", CONTEXT | PLAIN, ONE, {"clip_grad": 0}),
     "moe-cp2-full": (2, "moe", CONTEXT | {"recompute": "full"}, [[[0, 1, 3], "filler", [2]]], {}),
     "tied-pp2": (2, "tied", PIPELINE, FOUR, {"clip_grad": 0}),
-    "moe-pp2-full": (2, "moe", PIPELINE | {"recompute": "full"}, [[[0, 1, 2, 3]]], {"clip_grad": 0}),
     "routed-pp2": (2, "routed", PIPELINE | {"recompute": "selective"}, FOUR, {"clip_grad": 0}),
     "tp2-pp2": (4, "tied", SEQUENCE | {"pipeline_parallel": 2}, FOUR, {"clip_grad": 0}),
     "routed-tp2-cp2-ep4": (  # the tokens of a filler are equal, so experts of two ranks at least get none
