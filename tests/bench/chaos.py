@@ -37,7 +37,7 @@ from tests.kit.run_processes import Process, family, temporary
 PR_SET_CHILD_SUBREAPER = 36
 TICK_S = 5.0
 LOOK_S = 0.5
-LAST_STEPS = 4
+LAST_STEPS = 2
 """Steps that the run has to take after the last fault."""
 SPARED_S = {"learner": 75.0, "inference": 75.0, "coordinator": 20.0, "": 20.0}
 """These take long to start: if they were hit more often, nothing would ever be trained. Other roles are

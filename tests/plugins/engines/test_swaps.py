@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 from tests.gpu import engines  # noqa: E402
 from tests.kit.checkout import ROOT, environment  # noqa: E402
 
-CASES = [case for case in engines.CASES if case in ("qwen2-2", "llama", "mistral", "experts") or engines.CUDA]
+CASES = [case for case in engines.CASES if case in ("qwen2-2", "mistral", "experts") or engines.CUDA]
 
 
 @pytest.fixture(scope="module")
