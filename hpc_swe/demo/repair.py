@@ -106,6 +106,8 @@ class Repair:
     hours: float = math.inf
     """After so many hours the training of a model ends, and its newest weights count."""
     sources: Sequence[str] = ("stdlib",)
+    library: Path | None = None
+    """Standard library with its tests; None is that of this Python."""
 
     def config(self, *words: str, files: Sequence[str] = (), model: Path | None = None) -> RunConfig:
         """Return the configuration of a stage, whose jobs end with this command if they run here."""
@@ -157,9 +159,13 @@ class Repair:
         wanted = {"train": config.tasks.train, "eval": config.tasks.eval_from + config.tasks.eval}
         limit = math.ceil(MARGIN * max(wanted[split] / share for split, share in SHARES.items()))
         words = ["--statement=function", f"--limit={limit}", f"--out={folder}"]
-        _call("tasks.make_bugs", *self.sources, "--config", *self.words, *words)
+        words += [f"--library={self.library}"] if self.library else []
+        judges = [word for word in self.words if "=" not in word or word.startswith(("sandbox", "grader"))]
+        _call("tasks.make_bugs", *self.sources, "--config", *judges, *words)
         if not held_out.is_file():
-            raise ConfigError(f"{held_out}: no held-out task was made; name more code by --sources")
+            raise ConfigError(
+                f"{held_out}: no held-out task was made; raise tasks.eval, or name more code by --sources"
+            )
         return files
 
     def choose(self, rows: Path) -> Path:
@@ -287,12 +293,9 @@ def _parser() -> argparse.ArgumentParser:
     add("config", nargs="+", help=cli.CONFIG)
     add("--model", type=cli.folder, required=True, help="Hugging Face folder of the model")
     add("--out", type=cli.folder, help="folder of the stages (default: runs/, named by the first file)")
-    add(
-        "--sources",
-        nargs="+",
-        default=["stdlib"],
-        help="code that tasks are made of, if there are none (default: stdlib)",
-    )
+    sources = "code that tasks are made of, if there are none (default: stdlib)"
+    add("--sources", nargs="+", default=["stdlib"], help=sources)
+    add("--library", type=cli.folder, help="standard library with its tests (default: this interpreter's)")
     add("--seed", type=int, default=0, help="decides the order of the tasks in training")
     add("--steps", type=count, default=0, help="steps of GRPO (default: those of the configuration)")
     add("--samples", type=count, default=8, help="answers to each held-out task at temperature 1")
@@ -317,9 +320,10 @@ def main() -> None:
     if "rejection" in given.controls and not given.rate:
         raise ConfigError("--controls rejection trains on the answers that --rate samples; it must not be 0")
     root = given.out or Path(os.environ.get("HPC_SWE_RUNS") or "runs").absolute() / files[0].stem
-    options = given.seed, given.steps, given.samples, given.rate, given.hours, given.sources
+    options = given.seed, given.steps, given.samples, given.rate, given.hours
     try:
-        run(Repair(root, given.config, given.model, *options), given.controls)
+        repair = Repair(root, given.config, given.model, *options, given.sources, given.library)
+        run(repair, given.controls)
     except KeyboardInterrupt:
         say("stopped; the same command continues from here")
         raise

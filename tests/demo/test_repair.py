@@ -132,6 +132,20 @@ def test_the_command_goes_on_after_a_kill_in_training(tmp_path):
     assert (tmp_path / "out/curves.png").exists()
 
 
+@pytest.mark.slow
+def test_tasks_are_made_of_sources_and_other_keys_do_not_forbid_more(repair, tmp_path):
+    code = 'def f(x):\n    """Return a number.\n\n    >>> f(1)\n    3\n    >>> f(2)\n    5\n    """\n'
+    (tmp_path / "twice.py").write_text(f"{code}    y = 2 * x\n    return y + 1\n")
+    files = {"train": "train", "eval": "test"}
+    named = [f'taskset.{split}="{tmp_path}/made/{name}.parquet"' for split, name in files.items()]
+    for count in (1, 2):  # all faults are of one function, so none is held out
+        given = [*repair.words, *named, f"tasks.train={count}"]
+        made = dataclasses.replace(repair, words=given, sources=[str(tmp_path / "twice.py")])
+        with pytest.raises(ConfigError, match="no held-out task was made"):
+            made.make_tasks()
+    assert len(pq.read_table(tmp_path / "made/train.parquet")) > 1
+
+
 def test_the_time_of_a_stage_is_summed_over_interruptions(tmp_path):
     first = Clock(tmp_path / "spent.json", gpus=2)
     first._since -= 30
