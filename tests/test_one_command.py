@@ -23,7 +23,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 def said(*words: str) -> "subprocess.CompletedProcess[str]":
     line = [sys.executable, "-m", "hpc_swe", *words]
     environ = os.environ | {"COLUMNS": "200"}
-    return subprocess.run(line, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
+    return subprocess.run(line, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=600)
 
 
 def test_the_version_is_told() -> None:
@@ -40,7 +40,7 @@ def test_a_command_that_is_none_is_refused_with_those_that_are() -> None:
 def test_commands_do_what_their_modules_do(tmp_path: Path) -> None:
     done = said("launch", "tick", str(tmp_path))
     module = [sys.executable, "-m", "hpc_swe.launch", "tick", str(tmp_path)]
-    alone = subprocess.run(module, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    alone = subprocess.run(module, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stderr) == (alone.returncode, alone.stderr)
     assert done.returncode == 2
 
@@ -50,7 +50,7 @@ def test_commands_do_what_their_modules_do(tmp_path: Path) -> None:
 def test_a_closed_output_changes_no_exit_code(closed: str, words: str, code: int) -> None:
     """Jobs of cron and scripts close what they do not read."""
     line = f"{sys.executable} -m hpc_swe {words} {closed}"
-    done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert (done.returncode, "Traceback" in done.stdout + done.stderr) == (code, False)
 
 
@@ -60,7 +60,7 @@ def test_a_file_does_not_get_the_number_of_a_closed_output(tmp_path: Path) -> No
     program += " file = open(sys.argv[1], 'wb')\n os.write(1, b'words')\n os.write(2, b'words')\nmain()"
     line = '"$0" -c "$1" "$2" <&- >&- 2>&-'
     done = subprocess.run(
-        ["bash", "-c", line, sys.executable, program, tmp_path / "record"], cwd=ROOT, timeout=300
+        ["bash", "-c", line, sys.executable, program, tmp_path / "record"], cwd=ROOT, timeout=600
     )
     assert (done.returncode, (tmp_path / "record").read_bytes()) == (0, b"")
 

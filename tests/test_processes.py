@@ -77,7 +77,7 @@ signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def test_a_flag_may_be_set_by_a_handler_that_interrupts_its_wait():
-    done = subprocess.run([sys.executable, "-c", SIGNALLED], timeout=120)
+    done = subprocess.run([sys.executable, "-c", SIGNALLED], timeout=600)
     assert done.returncode == 0
 
 
@@ -118,11 +118,11 @@ def test_a_late_command_is_left_although_another_process_holds_its_pipes(tmp_pat
     """subprocess.run would wait for that one, as for one in a frozen file system that no signal ends."""
     note, began = tmp_path / "pid", time.monotonic()
     job = subprocess.Popen(
-        ["sh", "-c", f"setsid sleep 60 & echo $! > {note}; wait"], stdout=PIPE, stderr=PIPE
+        ["sh", "-c", f"setsid sleep 600 & echo $! > {note}; wait"], stdout=PIPE, stderr=PIPE
     )
     with pytest.raises(subprocess.TimeoutExpired):
         completed(job, 0.5)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 300
     assert job.returncode == -9
     os.kill(int(note.read_text()), 9)
 

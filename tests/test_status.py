@@ -381,7 +381,7 @@ def test_a_coordinator_is_silent_by_its_reports_and_not_by_clocks(run, read, ske
 
 def test_status_of_what_is_no_run_is_one_line(tmp_path):
     line = [sys.executable, "-m", "hpc_swe.status", str(tmp_path)]
-    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=180)
+    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert "no run here" in done.stderr
@@ -404,6 +404,6 @@ def test_watch_ends_with_the_run_and_survives_a_malformed_report(tmp_path, read)
     time.sleep(2.0)
     publish(run, step=48, waits_for="")
     run.finished.touch()
-    text, _ = watcher.communicate(timeout=180)
+    text, _ = watcher.communicate(timeout=600)
     assert watcher.returncode == 0
     assert "step 48/48" in text

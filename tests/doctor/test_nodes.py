@@ -311,7 +311,7 @@ def run(tmp_path, *words, **env):
     (tmp_path / "runs").mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "hpc_swe.doctor", "--shared", tmp_path / "runs", *words]
     environment = {**os.environ, "PATH": "/var/empty", **env}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def test_without_slurm_this_machine_alone_is_checked_and_nothing_is_left(tmp_path):

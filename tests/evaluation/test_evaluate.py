@@ -258,7 +258,7 @@ def test_the_script_gives_its_variables_to_the_command(small, tmp_path):
     words += ['taskset.train={rows="", ids=""}', 'taskset.eval.ids=""']
     line = ["bash", "sbatch/evaluate.sbatch", *words]
     known = {name: value for name, value in environment().items() if not name.startswith(("SLURM", "VLLM"))}
-    subprocess.run(line, cwd=ROOT, env=known | variables, check=True, timeout=300)
+    subprocess.run(line, cwd=ROOT, env=known | variables, check=True, timeout=600)
     config = existing.load(RunDir(tmp_path / "of script"))
     assert (config.mode, config.eval.samples, config.model) == ("eval", 3, variables["MODEL"])
 
@@ -300,7 +300,7 @@ def test_a_dry_run_of_an_existing_evaluation_changes_nothing_of_it(begun):
     (begun.folder / "model/config.json").write_text(json.dumps(SHAPE))
     before = listing(begun.out.root)
     line = [sys.executable, "-m", "hpc_swe.evaluate", "--out", begun.out.root, "--dry-run"]
-    done = subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
     (begun.folder / "model/config.json").write_text("{}")
     assert done.returncode == 0, done.stderr
     assert "samples = 3\n" in done.stdout
@@ -378,7 +378,7 @@ def test_tasks_beyond_the_last_are_refused_and_too_few_are_reported(begun, tmp_p
 def test_a_file_in_the_place_of_the_folder_is_one_error(begun, tmp_path):
     (tmp_path / "file").touch()
     line = [sys.executable, "-m", "hpc_swe.evaluate", "--out", str(tmp_path / "file")]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "no run here" in done.stderr
 

@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 def collected(tmp_path_factory):
     folder = tmp_path_factory.mktemp("golden")
     line = [sys.executable, "-m", "tests.golden.collect", folder]
-    subprocess.run(list(map(str, line)), check=True, cwd=ROOT, timeout=300)
+    subprocess.run(list(map(str, line)), check=True, cwd=ROOT, timeout=600)
     return folder
 
 

@@ -65,7 +65,7 @@ def script(
         env=variables | {name: str(value) for name, value in env.items()},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
@@ -251,7 +251,7 @@ def test_ticks_are_silent_unless_something_is_to_be_done(runs: Path) -> None:
 
     def tick(folder: Path) -> "subprocess.CompletedProcess[str]":
         command = [ROOT / "sbatch/tick.sh", folder]
-        return subprocess.run(command, env=bare, cwd="/", capture_output=True, text=True, timeout=300)
+        return subprocess.run(command, env=bare, cwd="/", capture_output=True, text=True, timeout=600)
 
     RunDir(runs / "b").drain.touch()
     for folder in (runs, runs / "a"):
@@ -281,7 +281,7 @@ def test_ticks_are_silent_unless_something_is_to_be_done(runs: Path) -> None:
         assert not (broken.root / "logs/tick.failed").exists()
     finally:
         stop = [sys.executable, "-m", "hpc_swe.launch", "stop", broken.root, "--now"]
-        subprocess.run(stop, cwd=ROOT, check=True, capture_output=True, timeout=180)
+        subprocess.run(stop, cwd=ROOT, check=True, capture_output=True, timeout=600)
 
 
 @pytest.mark.slow

@@ -34,6 +34,7 @@ from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic, folders
 from tests.kit.checkout import environment
 from tests.kit.random_model import save_random
+from tests.kit.waiting import DEADLINE_S
 
 TOKEN = "secret"
 V0 = WeightVersion()
@@ -260,7 +261,7 @@ def node(run: RunDir) -> Node | None:
     return None
 
 
-def await_node(run: RunDir, condition: Callable[[Node], bool], timeout_s: float = 180.0) -> Node:
+def await_node(run: RunDir, condition: Callable[[Node], bool], timeout_s: float = DEADLINE_S) -> Node:
     deadline = time.monotonic() + timeout_s
     while (found := node(run)) is None or not condition(found):
         assert time.monotonic() < deadline, f"after {timeout_s} s the node cell says {found}"

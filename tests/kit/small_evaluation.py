@@ -164,7 +164,7 @@ print("MADE", made)
 def official_report(folder: Path, label: str, rows: Path) -> dict[str, object]:
     """What swebench itself makes, in the folder, of the predictions and logs there."""
     line = [sys.executable, "-c", OFFICIAL, label, str(rows)]
-    done = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     made = folder / done.stdout.rpartition("MADE ")[2].strip()
     return json.loads(made.read_text())

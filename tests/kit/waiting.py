@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-DEADLINE_S = 180.0
+DEADLINE_S = 600.0
 
 
 def until(condition: Callable[[], object], what: str = "it", seconds: float = DEADLINE_S) -> None:

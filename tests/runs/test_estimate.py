@@ -534,7 +534,7 @@ def dry(tmp_path, *words, path=None):
     line = [sys.executable, "-m", "hpc_swe.launch", "start", "configs/demo.toml", *map(str, words)]
     env = {**os.environ, **({"PATH": path} if path else {})}
     line += ["--run", str(tmp_path / "run"), "--dry-run"]
-    return subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=env, timeout=180)
+    return subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=env, timeout=600)
 
 
 @pytest.mark.slow

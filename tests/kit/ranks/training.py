@@ -51,7 +51,7 @@ def reported(run: RunDir) -> list[dict]:
 def end(children: list[gang.Rank], number: signal.Signals) -> list[tuple[int, str]]:
     for child in children:
         child.send_signal(number)
-    outputs = [child.communicate(timeout=300)[0] for child in children]
+    outputs = [child.communicate(timeout=600)[0] for child in children]
     return [(child.returncode, output) for child, output in zip(children, outputs, strict=True)]
 
 

@@ -34,7 +34,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, long_model: Path) -> World:
         f"--repository={folder / 'calc'}",
         f"--requirements={folder / 'requirements'}",
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return made
 

@@ -57,7 +57,7 @@ def test_values_are_changed_where_vllms_loader_puts_them(
     ]
     try:
         for rank in ranks:
-            output = rank.communicate(timeout=300)[0]
+            output = rank.communicate(timeout=600)[0]
             assert rank.returncode == 0, output[-3000:]
             assert "all bits are equal" in output
     finally:
@@ -74,7 +74,7 @@ def test_experts_are_written_in_place_where_kernels_take_them_as_loaded(tmp_path
         env=environment(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1"),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

@@ -18,7 +18,7 @@ CASES = [case for case in engines.CASES if case in ("qwen2-2", "mistral", "exper
 @pytest.fixture(scope="module")
 def lines() -> list[str]:
     command = [sys.executable, "-m", "tests.gpu.engines", *CASES]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=2400)
     print(done.stdout, done.stderr[-3000:])
     return done.stdout.splitlines()
 

@@ -369,30 +369,31 @@ def test_a_probe_does_not_wait_for_prompts_to_be_computed_again(
     server.reload("b")
     probe = ProbeScore(token_ids=TEXT, logprobs=CPU.score(server.url, TOKEN, TEXT), tolerance=1e-3)
     server.reload("a")
-    answers: list[Completion] = []
-    began, is_over = time.time(), threading.Event()
+    answered: list[float] = []
+    is_over = threading.Event()
 
     def ask(seed: int) -> None:
         rng = np.random.default_rng(seed)
         while not is_over.is_set():
             prompt = rng.integers(10, VOCABULARY, 1500).tolist()
-            answers.append(sample(server, prompt, Sampling(max_tokens=1)))
+            sample(server, prompt, Sampling(max_tokens=1))
+            answered.append(time.time())
 
     with ThreadPoolExecutor(16) as pool, caplog.at_level(logging.DEBUG, "hpc_swe.plugins.engines"):
         asking = [pool.submit(ask, seed) for seed in range(16)]
-        until(lambda: len(answers) > 16, "the engine has answered each thread")
+        until(lambda: len(answered) > 16, "the engine has answered each thread")
         server.reload("b", probe=probe)
-        until(lambda: len(answers) > 64, "the requests that were kept are answered")
+        until(lambda: len(answered) > 64, "the requests that were kept are answered")
         is_over.set()
     ended = [record.created for record in caplog.records if record.msg == "resumed"]
     compared = [record.created for record in caplog.records if record.msg.startswith("compared")]
     assert not [future.exception() for future in asking if future.exception()]
-    assert (compared[0] - ended[0]) * len(answers) / (time.time() - began) < 8, "answers meanwhile"
+    assert sum(ended[0] < at < compared[0] for at in answered) < 8, "answers meanwhile"
 
 
 def test_every_route_but_health_needs_the_token(server: Server) -> None:
     own = {"Authorization": f"Bearer {TOKEN}"}
-    schema = httpx.get(f"{server.url}/openapi.json", headers=own, timeout=120).json()
+    schema = httpx.get(f"{server.url}/openapi.json", headers=own, timeout=600).json()
     routes = [(path, method) for path, methods in schema["paths"].items() for method in methods]
     routes += [("/openapi.json", "get"), ("/docs", "get"), ("/metrics", "get"), ("/nowhere", "get")]
     routes += [(path, "post") for path in (SAMPLE, HOLD, RELEASE)] + [(LOAD, "get")]
@@ -400,7 +401,7 @@ def test_every_route_but_health_needs_the_token(server: Server) -> None:
     assert ("/update_weights", "post") in routes
     for path, method in routes:
         for headers in ({}, {"Authorization": "Bearer wrong"}):
-            status = httpx.request(method, server.url + path, headers=headers, timeout=120).status_code
+            status = httpx.request(method, server.url + path, headers=headers, timeout=600).status_code
             assert status == (200 if path == "/health" else 401), (method, path)
 
 

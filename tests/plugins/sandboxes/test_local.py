@@ -87,7 +87,7 @@ def test_four_processes_at_once_unpack_once(sif, disk, tmp_path):
     line = [sys.executable, "-c", UNPACK, str(sif), str(disk)]
 
     def unpack(_: int) -> str:
-        return subprocess.run(line, env=environment, stdout=subprocess.PIPE, text=True, timeout=300).stdout
+        return subprocess.run(line, env=environment, stdout=subprocess.PIPE, text=True, timeout=600).stdout
 
     with ThreadPoolExecutor(4) as pool:
         trees = set(pool.map(unpack, range(4)))
@@ -145,7 +145,7 @@ mount -t tmpfs -o nr_inodes=500 tmpfs {disk} &&
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.stdout == "None\n0\n", done.stderr
     assert "No space left" in done.stderr

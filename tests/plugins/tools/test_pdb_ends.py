@@ -55,13 +55,11 @@ def alive() -> dict[int, str | None]:
 
 def test_the_seconds_of_all_calls_bound_a_session_s_calls(kind: str):
     of = task(spin="import re\nwhile True:\n    pass\n")
-    agent = ToolAgent(tools=({"type": "pdb", "timeout_s": 100.0, "grace_s": 100.0},), tool_budget_s=2.0)
+    agent = ToolAgent(tools=({"type": "pdb", "timeout_s": 1000.0, "grace_s": 1000.0},), tool_budget_s=2.0)
     with made(kind).open(of) as sandbox:
-        began = time.monotonic()
         result = agent.solve(of, sandbox, Script(START, GO))
         assert result.exit_status == "tool_time"
-        assert result.tools_s < 60, "neither of the hundreds"
-        assert time.monotonic() - began < 90
+        assert result.tools_s < 600, "neither of the thousands"
         assert "so the session was ended" in result.messages[-1].content
 
 

@@ -69,7 +69,7 @@ def served(line: str, url: str, log: Path) -> Iterator[str]:
             ["bash", "-c", f"exec {line}"], stdout=output, stderr=output, start_new_session=True
         )
     try:
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 900
         while not CPU.is_healthy(url):
             assert process.poll() is None, log.read_text()[-2000:]
             assert time.monotonic() < deadline
@@ -112,7 +112,7 @@ def finish(run: RunDir, config: RunConfig) -> None:
     os.chdir(ROOT)
     os.umask(0o077)
     control.start(run, config)
-    watch.watch(run, config, 600, stop_on="error")
+    watch.watch(run, config, 1500, stop_on="error")
 
 
 def test_a_plain_vllm_is_evaluated_as_it_is_and_never_trained(

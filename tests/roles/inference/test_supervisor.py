@@ -144,7 +144,7 @@ def test_a_full_disk_ends_no_engine_that_goes_to_sleep_or_wakes(
     full_nodes()
     assert await_node(run, is_serving(version(0))).url == url
     run.stop.touch()
-    _, log = process.communicate(timeout=180)
+    _, log = process.communicate(timeout=600)
     assert "not shown yet" in log
 
 
@@ -218,7 +218,7 @@ def test_deltas_are_loaded_with_what_they_build_on(start: Start, run: RunDir, mo
     publish(run, model, version(11), probe=PROBE, parent=version(0))  # adapters change the model itself
     assert await_node(run, is_serving(version(11))).url == url
     run.stop.touch()
-    _, log = process.communicate(timeout=180)
+    _, log = process.communicate(timeout=600)
     assert "refused v000004-i00" in log
     assert "passed over v000009-i00, serving v000003-i00 until a full snapshot" in log
 
@@ -232,7 +232,7 @@ def test_the_token_is_in_no_argument_cell_or_log(
     cell = await_node(run, is_serving(version(1)))
     commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes(str(tmp_path))]
     run.stop.touch()
-    _, log = process.communicate(timeout=180)
+    _, log = process.communicate(timeout=600)
     output = "".join(path.read_text() for path in run.logs("inference").iterdir())
     assert len(commands) >= 2
     assert not any(TOKEN.encode() in command for command in commands)
@@ -297,7 +297,7 @@ def test_a_refused_version_is_passed_over(
     publish(run, model, version(2), probe=PROBE)
     assert await_node(run, is_serving(version(2))).trouble == ""
     run.stop.touch()
-    _, log = process.communicate(timeout=180)
+    _, log = process.communicate(timeout=600)
     assert "refused v000001-i00" in log
 
 
@@ -380,7 +380,7 @@ def test_a_delta_that_two_engines_died_of_is_refused_and_reported(
     publish(run, model, version(4), probe=PROBE)
     await_node(run, is_serving(version(4)))
     run.stop.touch()
-    _, log = process.communicate(timeout=180)
+    _, log = process.communicate(timeout=600)
     assert "refused v000003-i00: two engines in a row were lost" in log
 
 
@@ -422,7 +422,7 @@ def test_an_engine_that_stops_in_an_update_is_replaced_and_updated(
     os.kill(serving_process(str(tmp_path)), signal.SIGSTOP)
     await_node(run, is_serving(version(1)))
     run.stop.touch()
-    _, log = process.communicate(timeout=180)
+    _, log = process.communicate(timeout=600)
     assert "refused" not in log
 
 
@@ -437,7 +437,7 @@ def test_many_refusals_in_a_row_start_the_engine_anew_and_are_said(
         await_node(run, lambda node: node.state != "updating")
     await_node(run, lambda node: node.state == "starting" and node.trouble.startswith("restart 1 of "))
     run.stop.touch()
-    _, log = process.communicate(timeout=180)
+    _, log = process.communicate(timeout=600)
     assert f"weights were refused {MAX_REFUSALS} times in a row" in log
 
 
@@ -531,7 +531,7 @@ def test_a_busy_port_is_one_clear_error(start: Start) -> None:
         other.listen()
         port = other.getsockname()[1]
         process = start(port=port)
-        _, log = process.communicate(timeout=180)
+        _, log = process.communicate(timeout=600)
     assert process.returncode == 2
     assert f"ConfigError: [inference] port = {port}" in log
 
@@ -542,7 +542,7 @@ def test_an_engine_that_never_starts_ends_the_supervisor_and_names_the_log(
     replies = tmp_path / "replies.json"
     replies.write_text("no JSON")
     process = supervise(run, Scripted(replies=str(replies)), model, max_restarts=1)
-    _, log = process.communicate(timeout=180)
+    _, log = process.communicate(timeout=600)
     assert process.returncode == EngineError.exit_code
     [name] = [path.name for path in run.logs("inference").iterdir()]
     assert f"EngineError: the engine ended; see {run.logs('inference') / name}" in log

@@ -25,7 +25,7 @@ from tests.kit.engine_kit import (
 )
 
 pytestmark = pytest.mark.slow
-START_S = 300.0
+START_S = 900.0
 TEXT = list(range(40, 60))
 
 
@@ -40,7 +40,7 @@ def shared_memory(mark: str) -> set[Path]:
 
 
 def await_end(mark: str) -> None:
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + START_S
     while left := processes(mark):
         assert time.monotonic() < deadline, [command_line(pid) for pid in left]
         time.sleep(0.1)

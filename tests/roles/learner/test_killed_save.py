@@ -27,7 +27,7 @@ def test_a_rank_killed_in_a_save_ends_the_other_and_what_was_whole_stays(
     run = make_run(tmp_path / "run", sequences, STEPS)
     monkeypatch.setenv("DIES_AT", str(run.checkpoints / f".tmp-{LAST}*" / file))
     children = start(run, model)
-    outputs = [child.communicate(timeout=300)[0] for child in children]
+    outputs = [child.communicate(timeout=600)[0] for child in children]
     assert sorted(child.returncode for child in children) == [-signal.SIGKILL, 1], outputs
     assert any("Connection closed by peer" in text or "Connection reset by peer" in text for text in outputs)
     assert os.listdir(run.checkpoints) == [FIRST], "the other rank has removed what was torn"
@@ -51,7 +51,7 @@ def test_a_save_waits_for_a_rank_that_is_stopped_for_a_while(
     assert atomic.names(run.checkpoints) == []
     for child in children:
         child.send_signal(signal.SIGCONT)
-    outputs = [child.communicate(timeout=300)[0] for child in children]
+    outputs = [child.communicate(timeout=600)[0] for child in children]
     assert [child.returncode for child in children] == [0, 0], outputs
     assert atomic.names(run.checkpoints) == [FIRST, LAST]
     assert_same(weights(run, STEPS, 1), weights(whole, STEPS, 1))

@@ -36,7 +36,7 @@ request = urllib.request.Request(
     URL + "/chat/completions", json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode(),
     {"Authorization": "Bearer " + KEY})
 try:
-    print(json.load(urllib.request.urlopen(request, timeout=120))["choices"][0]["message"]["content"])
+    print(json.load(urllib.request.urlopen(request, timeout=600))["choices"][0]["message"]["content"])
 except OSError as error:
     print(error)
 """

@@ -511,4 +511,4 @@ def test_a_turn_costs_a_millisecond_or_two(run: RunDir, builder: TokenBuilder) -
     for _ in range(40):
         history += [answer(on.recorder(history)), tool("1: def f(x):\n2:    return x\n" * 4)]
     cost_s = (time.thread_time() - started) / 40
-    assert cost_s < 0.005, f"{cost_s * 1e3:.2f} ms a turn"
+    assert cost_s < 0.01, f"{cost_s * 1e3:.2f} ms a turn"

@@ -112,14 +112,14 @@ def command(out: Path, *words: str) -> list[str]:
 
 def make(out: Path, *words: str) -> str:
     line = command(out, *words)
-    done = subprocess.run(line, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(line, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def refusal(out: Path, *words: str) -> str:
     line = command(out, *words)
-    done = subprocess.run(line, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(line, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stderr.count("error: ")) == (2, 1), done.stderr
     return done.stderr
 
