@@ -19,7 +19,7 @@ COMMANDS = {
     "demo": "run the whole loop on this machine",
     "demo.model": "write a tiny model and its tokenizer",
     "demo.repair": "measure what a model learns, with controls",
-    "tasks.prepare": "check rows of SWE-bench's form, and write them",
+    "tasks.prepare": "check rows of tasks, and write them",
     "tasks.build_images": "build the sandbox images of tasks",
     "tasks.check": "check which tasks a run can train on",
     "tasks.mine_history": "make tasks of the history of a git repository",

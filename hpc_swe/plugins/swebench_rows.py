@@ -191,6 +191,12 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
         for number, line in enumerate(_text(path).split("\n"), start=1):
             if line.strip():
                 yield f"{path}:{number}", line
+    elif path.suffix == ".json":
+        try:
+            rows = msgspec.json.decode(_text(path), type=list[dict[str, Any]])
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"[taskset] rows: {path} is not one array of rows: {error}") from None
+        yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
     elif path.suffix == ".parquet":
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -203,7 +209,7 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
         yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
     else:
         raise ConfigError(
-            f"[taskset] rows: {path} is neither .jsonl nor .parquet; python -m hpc_swe.tasks.prepare "
+            f"[taskset] rows: {path} is no .jsonl, .json or .parquet; python -m hpc_swe.tasks.prepare "
             "makes one of a dataset of a hub, or of a folder that datasets saved"
         )
 

@@ -1,7 +1,9 @@
-"""Check rows of SWE-bench and write them to one file: python -m hpc_swe.tasks.prepare SOURCE --out FILE.
+"""Check rows and write them to one file: python -m hpc_swe.tasks.prepare SOURCE --out FILE.
 
-A task is made of every row as in a run, so that all faults of a dataset are reported here at once, and not on
-a compute node. The columns are not changed; one that holds an object without any key is left out.
+The rows are those of SWE-bench, or programs with tests. A task is made of every row as in a run, so that all
+faults of a dataset are reported here at once, and not on a compute node. The columns of SWE-bench are not
+changed; one that holds an object without any key is left out. Published sets of programs in other columns
+become rows of files.
 """
 
 import logging
@@ -14,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from hpc_swe import cli, tables
+from hpc_swe import cli, plugins, tables
 from hpc_swe.errors import ConfigError, StorageError, boundary
 from hpc_swe.plugins.swebench_rows import (
     RECIPES,
     Record,
-    Row,
     TestPatch,
     columns,
     parse,
@@ -27,11 +28,14 @@ from hpc_swe.plugins.swebench_rows import (
     read_records,
     test_plan,
 )
+from hpc_swe.plugins.tasksets.base import ReadsRows
 from hpc_swe.tables import console, say
 
 if TYPE_CHECKING:
     from pyarrow import DataType
 
+_OF_SWEBENCH = {"instance_id", "repo", "base_commit", "test_patch"}
+"""Columns of which rows of SWE-bench have at least one, and programs none."""
 WORKDIR, TIMEOUT_S = "/testbed", 900.0
 """Values for the plan of tests that is only made to find faults of a row."""
 
@@ -40,15 +44,12 @@ WORKDIR, TIMEOUT_S = "/testbed", 900.0
 class Prepared:
     """Hold a row that a run can use."""
 
-    row: Row
+    repo: str
+    """Repository, or name of the published set."""
+    version: str
+    tests: str
+    """Name of the source of the command that runs its tests."""
     columns: dict[str, Any]
-
-    @property
-    def tests(self) -> str:
-        """Name the source of the command that runs its tests."""
-        if self.row.eval_script:
-            return "its eval script"
-        return "a known recipe" if self.row.repo in RECIPES else "needs a recipe"
 
 
 def records(source: str, split: str, revision: str | None) -> Iterable[tuple[str, Record]]:
@@ -57,7 +58,7 @@ def records(source: str, split: str, revision: str | None) -> Iterable[tuple[str
     Raise ConfigError if the source does not exist or cannot be reached.
     """
     path = Path(source)
-    if path.is_file() or path.suffix in (".jsonl", ".parquet"):
+    if path.is_file() or path.suffix in (".jsonl", ".json", ".parquet"):
         return read_records(path)
     if not path.is_dir() and (source.startswith((".", "/", "~")) or source.count("/") > 1):
         raise ConfigError(f"{source}: there is no such file or folder")
@@ -100,20 +101,24 @@ def prepare(
 
     With `wanted` (id -> its place in a file) only those rows are checked and returned, in that order.
     """
+    programs: ReadsRows = plugins.load("tasksets", {"type": "programs"})
     good: dict[str, Prepared] = {}
     seen: dict[str, str] = {}
     complaints = []
     for where, record in found:
         try:
             values = columns(record)
-            given = values.get("instance_id")
+            is_program = not _OF_SWEBENCH & values.keys()
+            form, values = programs.row_of(where, values) if is_program else ("", values)
+            given = values.get("task_id" if is_program else "instance_id")
             row_id = where if given is None else str(given)  # rows without an id are never duplicates
             if wanted is not None and row_id not in wanted:
                 continue
             if row_id in seen:
                 raise ConfigError(f"{where}: {row_id} occurs twice: {seen[row_id]}")
             seen[row_id] = where
-            good[row_id] = _prepared(where, record, values)
+            made = Prepared(form, "", "pytest", values) if is_program else None
+            good[row_id] = made or _prepared(where, record, values)
         except ConfigError as error:
             complaints.append(str(error))
         except ValueError as error:  # msgspec raises this at a line that is not JSON
@@ -127,12 +132,13 @@ def prepare(
 
 
 def _prepared(where: str, record: Record, values: dict[str, Any]) -> Prepared:
-    prepared = Prepared(parse(where, record), values)
-    if prepared.tests == "needs a recipe":
-        TestPatch.read(where, prepared.row)
+    row = parse(where, record)
+    if row.eval_script or row.repo in RECIPES:
+        test_plan(where, row, RECIPES, WORKDIR, TIMEOUT_S)
     else:
-        test_plan(where, prepared.row, RECIPES, WORKDIR, TIMEOUT_S)
-    return prepared
+        TestPatch.read(where, row)
+    known = "a known recipe" if row.repo in RECIPES else "needs a recipe"
+    return Prepared(row.repo, row.version, "its eval script" if row.eval_script else known, values)
 
 
 def write(rows: list[Prepared], out: Path) -> None:
@@ -172,11 +178,11 @@ def _holds_nothing(kind: "DataType") -> bool:
 
 def overview(rows: list[Prepared]) -> Table:
     """Return a table of the rows by repository."""
-    shown = tables.table(("repository", "rows", "versions", "tests are run by"))
+    shown = tables.table(("repository or set", "rows", "versions", "tests are run by"))
     shown.columns[1].justify = "right"
     versions = defaultdict[tuple[str, str], list[str]](list)
     for one in rows:
-        versions[one.row.repo, one.tests].append(one.row.version)
+        versions[one.repo, one.tests].append(one.version)
     for (repo, tests), own in sorted(versions.items()):
         shown.add_row(repo, str(len(own)), " ".join(sorted({*own}, key=_as_numbers)), tests)
     return shown
@@ -192,10 +198,11 @@ def main() -> None:
     examples = (
         "princeton-nlp/SWE-bench_Verified --out tasks/verified.parquet",
         "rows.jsonl --out tasks/mine.parquet",
+        "KodCode/KodCode-V1 --split train --skip-bad --out tasks/kodcode.parquet",
     )
-    parser = cli.parser("hpc_swe.tasks.prepare", "Check rows of SWE-bench's form, and write them.", *examples)
+    parser = cli.parser("hpc_swe.tasks.prepare", "Check rows of tasks, and write them.", *examples)
     add = parser.add_argument
-    add("source", help="name on a hub, .jsonl, .parquet, or folder saved by datasets")
+    add("source", help="name on a hub, .jsonl, .json, .parquet, or folder saved by datasets")
     add("--out", type=cli.path, required=True, help="parquet file to write")
     add("--split", default="test", help="part of a dataset")
     add("--revision", help="revision of a dataset on a hub")

@@ -12,7 +12,9 @@ import pytest
 
 from hpc_swe.plugins.swebench_package import official
 from hpc_swe.plugins.swebench_rows import RECIPES
+from hpc_swe.plugins.tasksets.programs import Programs
 from tests.kit.checkout import ROOT
+from tests.kit.published import ROWS as PUBLISHED
 from tests.kit.toy import gold, row, taskset, write_rows
 
 BASE = "0123456789abcdef0123456789abcdef01234567"
@@ -184,3 +186,23 @@ def test_every_recipe_names_a_parser_of_swebench():
     parsers = official("harness.log_parsers").PARSER_REGISTRY
     assert len(RECIPES) == 12
     assert [repo for repo, recipe in RECIPES.items() if recipe.log_parser not in parsers] == []
+
+
+def test_published_programs_become_rows_that_load_as_the_originals_do(tmp_path):
+    """One bad row costs no other; what is written needs neither the set's columns nor the set."""
+    source, out = tmp_path / "rows.json", tmp_path / "rows.parquet"
+    good = [one for one, _ in PUBLISHED.values()]
+    bad = [{"question": "What?"}, good[0]]
+    source.write_text(json.dumps([*good, *bad]))
+    code, words = prepare(source, out)
+    assert code == 2
+    assert f"{source}: row 11: the row has no task_id, nor the columns of a published set" in words
+    assert f"{source}: row 12: Prefill_7_I occurs twice: {source}: row 1" in words
+    code, words = prepare(source, out, "--skip-bad")
+    assert code == 0, words
+    assert "KodCode-V1" in words
+    source.write_text(json.dumps(good))
+    kept, loaded = (Programs(train=str(path)) for path in (out, source))
+    tasks = list(kept.load("train"))
+    assert tasks == list(loaded.load("train"))
+    assert kept.references(tasks) == loaded.references(tasks)

@@ -1,24 +1,28 @@
 """Read buggy programs from rows and from folders.
 
-Four shapes become one record: rows of KodCode (``extra_info.files``), rows of files (``files``), rows of
-HumanEvalPack (``buggy_solution``), and folders with a ``test.py`` each.
+These shapes become one record: rows of files (``files``, or ``extra_info.files``), rows of HumanEval and of
+HumanEvalPack (``buggy_solution``), rows of other published sets (see `_published`), and folders with a
+``test.py`` each.
 """
 
 import ast
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from hpc_swe.errors import ConfigError, boundary
 from hpc_swe.plugins.swebench_rows import columns, read_records
 from hpc_swe.plugins.syntax import PythonText, parse, require_shallow
+from hpc_swe.plugins.tasksets._published import published
 from hpc_swe.plugins.visible_tests import TESTS
 
 FIXED = ".fixed"
 """Folder in a program's folder with the repaired files, which no agent sees."""
 STATEMENT = "Some tests of this program fail. Find the fault and repair it, so that all tests pass."
+WRITE = "Write the function in solution.py that is described there, so that all tests pass."
 MOST_BYTES = 1_000_000
 """Size of the largest file of a folder that becomes part of a task."""
 _LEFT_OUT = {FIXED, ".git", "__pycache__", ".pytest_cache"}
@@ -93,10 +97,21 @@ def read(path: Path) -> Iterator[tuple[str, Program]]:
         return
     for where, record in read_records(path):
         try:
-            given = {name: value for name, value in columns(record).items() if value is not None}
-            yield where, _of_row(msgspec.convert(given, _Row))
+            yield where, of_columns(columns(record))[2]
         except (msgspec.MsgspecError, ValueError, SyntaxError, RecursionError) as error:
             raise ConfigError(f"{where}: {error}") from None
+
+
+def of_columns(given: Mapping[str, Any]) -> tuple[str, dict[str, Any], Program]:
+    """Return the name of a row's form, the row with the columns of a row of files, and its program.
+
+    Raise ValueError, SyntaxError or RecursionError if the row has none of the forms.
+    """
+    given = {name: value for name, value in given.items() if value is not None}
+    form, row = published(given) or ("programs", given)
+    if "task_id" not in row:
+        raise ValueError("the row has no task_id, nor the columns of a published set: see docs/your_tasks.md")
+    return form, row, _of_row(msgspec.convert(row, _Row))
 
 
 def _of_folder(folder: Path) -> Program:
@@ -139,7 +154,7 @@ def _of_row(row: _Row) -> Program:
     """
     if not row.task_id.strip():
         raise ValueError("task_id is empty")
-    if row.buggy_solution:
+    if row.buggy_solution or row.canonical_solution:
         return _of_humaneval(row)
     files = _by_path(row.extra_info.files if row.extra_info else row.files)
     if not files:
@@ -197,13 +212,14 @@ def _by_path(files: Iterable[File]) -> dict[str, str]:
 
 
 def _of_humaneval(row: _Row) -> Program:
-    """Join the header, which says what is asked, with each of the two bodies."""
+    """Join the header, which says what is asked, with each of the two bodies; the first may be missing."""
     head = row.prompt or row.declaration
+    given = row.buggy_solution or "    raise NotImplementedError\n"
     tests = _tests_of_check(row.test, row.entry_point)
     return Program(
         task_id=row.task_id.replace("/", "-"),
-        statement=row.problem_statement or STATEMENT,
-        files={"solution.py": head + row.buggy_solution, TESTS: tests},
+        statement=row.problem_statement or (STATEMENT if row.buggy_solution else WRITE),
+        files={"solution.py": head + given, TESTS: tests},
         tests={TESTS: tests},
         fixed={"solution.py": head + row.canonical_solution} if row.canonical_solution else {},
     )

@@ -1,7 +1,7 @@
 """The interfaces that a taskset may implement."""
 
-from collections.abc import Iterable
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 from hpc_swe.records import Message, Split, Task
 
@@ -36,6 +36,16 @@ class WithChangedTests(Protocol):
 
     def changed_tests(self, tasks: Iterable[Task]) -> dict[str, str]:
         """Return task id -> versions as `hidden_tests.with_versions` takes them, of the tasks with some."""
+
+
+class ReadsRows(Protocol):
+    """A taskset that reads rows in the columns of several published sets."""
+
+    def row_of(self, where: str, columns: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Return the name of a row's set, and the row in the taskset's own columns.
+
+        Raise ConfigError, which begins with the row's place, if no task can be made of it.
+        """
 
 
 @runtime_checkable

@@ -1,8 +1,8 @@
-"""Load programming tasks from parquet rows in the form of KodCode and AceCode: some files, one is test.py.
+"""Load programming tasks from rows of KodCode, as published, or for debugging: some files, one is test.py.
 
-Of the published columns, `task_id`, `problem_statement` and `extra_info.files` make the task. `prompt` is not
-read: it repeats the problem statement in the form of a chat, and the agent opens the conversation itself. Of
-`extra_info.entrypoint` only the test files count, since its other words are options that shape the output;
+Of the columns for debugging, `task_id`, `problem_statement` and `extra_info.files` make the task. `prompt` is
+not read: it repeats the problem statement in the form of a chat, and the agent opens the conversation itself.
+Of `extra_info.entrypoint` only the test files count, since its other words are options that shape the output;
 `extra_info.task_name` repeats the task's id.
 """
 

@@ -8,16 +8,16 @@ nothing else says what is asked; there, and only there, such a table is rewarded
 
 import logging
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins import Plugin, patch, task_checks
 from hpc_swe.plugins.hidden_tests import with_unsealed
-from hpc_swe.plugins.tasksets._programs import Program, read
+from hpc_swe.plugins.tasksets._programs import Program, of_columns, read
 from hpc_swe.plugins.visible_tests import (
     cut,
     half,
@@ -98,6 +98,14 @@ class Programs(Plugin, frozen=True, kw_only=True):
             if programs[task.task_id].fixed
         }
 
+    def row_of(self, where: str, columns: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Return the name of a row's form, and the row with the columns of a row of files."""
+        try:
+            form, row, _ = of_columns(columns)
+        except (ValueError, SyntaxError, RecursionError) as error:
+            raise ConfigError(f"{where}: {error}") from None
+        return form, row
+
     def unchecked(self) -> "Programs":
         """Return the taskset of all tasks, checked or not."""
         return msgspec.structs.replace(self, checked="")
@@ -130,8 +138,8 @@ class Programs(Plugin, frozen=True, kw_only=True):
                 found[program.task_id] = program
         except ConfigError as error:
             raise ConfigError(
-                f"[taskset] {split} = {source!r}: {error}; rows have task_id, problem_statement "
-                "and extra_info.files or files of path and content, or the columns of HumanEvalPack"
+                f"[taskset] {split} = {source!r}: {error}; rows have task_id and files of path and content, "
+                "or the columns of a published set; hpc_swe.tasks.prepare --skip-bad leaves bad rows out"
             ) from None
         return found
 

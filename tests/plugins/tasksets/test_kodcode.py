@@ -178,7 +178,7 @@ def test_what_is_no_file_of_rows_is_one_error_that_names_the_key(tmp_path: Path)
         list(Kodcode(train=str(tmp_path / "absent")).load("train"))
     other = tmp_path / "other.parquet"
     pq.write_table(pa.table({"task_id": ["a"]}), other)
-    with pytest.raises(ConfigError, match=r"\[taskset\] eval = '.*other.parquet'.*problem_statement"):
+    with pytest.raises(ConfigError, match=r"\[taskset\] eval = '.*other.parquet'.*published set"):
         list(Kodcode(eval=str(other)).load("eval"))
     other.write_text("no parquet")
     with pytest.raises(ConfigError, match=r"\[taskset\] eval"):

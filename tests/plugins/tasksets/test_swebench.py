@@ -114,7 +114,7 @@ def test_what_is_no_json_an_unknown_id_and_a_name_of_a_hub_are_refused(tmp_path)
     (tmp_path / "ids").write_text("\ntoy__pytest-2\n")
     with pytest.raises(ConfigError, match=r"ids:2: toy__pytest-2 is not a row of"):
         list(taskset(rows, train={"rows": str(rows), "ids": str(tmp_path / "ids")}).load("train"))
-    with pytest.raises(ConfigError, match=r"neither .jsonl nor .parquet"):
+    with pytest.raises(ConfigError, match=r"is no .jsonl, .json or .parquet"):
         list(Swebench(train=Source(rows="SWE-bench/SWE-bench_Verified")).load("train"))
 
 
