@@ -123,7 +123,7 @@ class Repair:
         if run.finished.exists():
             config = trajectories.resolved(run, config, [])
             control.require_alike(run, config)
-            if config.steps <= existing.load(run).steps:
+            if config.mode == "eval" or config.steps <= existing.load(run).steps:
                 return run
         clock = Clock(self._spent(name), held_gpus(config))
         left_s = 3600 * hours - clock.spent.seconds

@@ -80,8 +80,9 @@ def test_stages_that_are_done_are_neither_repeated_nor_taken_for_others(repair):
     (base,) = repair.measured()
     assert [len(each) for each in base.attempts.values()] == [2, 1]
     before = {path: path.stat().st_mtime_ns for path in repair.root.rglob("*")}
-    repair.choose(files["train"])
-    repair.evaluate("base", repair.model, files["eval"])
+    again = dataclasses.replace(repair, words=[*repair.words, "steps=99"])
+    again.choose(files["train"])
+    again.evaluate("base", repair.model, files["eval"])
     assert {path: path.stat().st_mtime_ns for path in repair.root.rglob("*")} == before
     with pytest.raises(ConfigError, match=r"eval\.samples: 2 -> 3"):
         dataclasses.replace(repair, samples=3).evaluate("base", repair.model, files["eval"])
