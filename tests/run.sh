@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Run every test in parts side by side: tests on the cluster wait most of their time, those of engines and learners
-# start large processes, those of sandboxes start many small ones, and the others compute. The output of the others is
-# shown as it comes, and that of the rest after it. Each part names its slowest tests.
+# Run every test in parts side by side, which take about as long: tests on the cluster wait most of their time, those
+# of engines and learners start large processes, those of sandboxes start many small ones, and the others compute. The
+# output of the others is shown as it comes, and that of the rest after it. Each part names its slowest tests.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-engines=(tests/pipeline tests/plugins/engines tests/plugins/policies tests/roles/inference tests/roles/learner)
+engines=(tests/pipeline tests/plugins/engines)
+learners=(tests/plugins/policies tests/roles/inference tests/roles/learner)
 sandboxes=(tests/cheats tests/plugins/graders tests/plugins/sandboxes tests/tasks)
 sandboxes+=(tests/docs) # so that the parts end at about the same time
 unset PYTHONDONTWRITEBYTECODE # or each of some thousand processes compiles the project once more
@@ -23,11 +24,12 @@ begin() { # NAME ARGUMENT...
 
 set -m # else what runs in the background, and all that it starts, ignores SIGINT
 begin engines -m "not cluster" "${engines[@]}"
+begin learners -m "not cluster" "${learners[@]}"
 begin cluster -m cluster tests/cluster
 begin sandboxes -m "not cluster" "${sandboxes[@]}"
 PYTHONPATH=.cache/triton begin kernels tests/kernels # elsewhere nothing may find Triton
 set +m
-elsewhere=("${engines[@]}" "${sandboxes[@]}" tests/kernels)
+elsewhere=("${engines[@]}" "${learners[@]}" "${sandboxes[@]}" tests/kernels)
 .venv/bin/python -m pytest "${slowest[@]}" -m "not cluster" "${elsewhere[@]/#/--ignore=}"
 failed=$?
 for part in "${parts[@]}"; do
