@@ -2,7 +2,7 @@
 
 The tasks are those of tests/bench/locks.py. Both arms start from the weights of one warm start and train with
 GRPO in the real loop; their configurations differ in the tools and their names in the prompt alone. What is
-done already is not done again, so the same command continues where it was stopped. See docs/ablation.md.
+done already is not done again, so the same command continues where it was stopped. See docs/measurements.md.
 """
 
 import argparse
