@@ -17,7 +17,6 @@ from pathlib import Path
 
 from tests.kit.cluster import run_kit
 from tests.kit.cluster.bench import KILL_TICK
-from tests.kit.cluster.cluster import Cluster
 from tests.kit.cluster.hosts import PATH, PATIENCE_S
 from tests.kit.cluster.run_kit import Job, Run
 
@@ -336,19 +335,14 @@ def suffer(run: Run, fault: Fault, first: int) -> tuple[Row, int]:
     return row, last
 
 
-def measure(names: list[str]) -> list[Row]:
-    """A run on a cluster of its own, and every fault in turn."""
-    with (
-        Cluster.start(settings=run_kit.SETTINGS) as cluster,
-        run_kit.running(cluster, reward_min=2 if "walltime" in names else 30) as run,
-    ):
-        run.until("a step", lambda: run.newest > 0)
-        rows, first = [], 0
-        for name in names:
-            row, first = suffer(run, FAULTS[name], first)
-            rows.append(row)
-        run.end()
-        return rows
+def measure(run: Run, names: list[str]) -> list[Row]:
+    """Every fault in turn."""
+    run.until("a step", lambda: run.newest > 0)
+    rows, first = [], 0
+    for name in names:
+        row, first = suffer(run, FAULTS[name], first)
+        rows.append(row)
+    return rows
 
 
 def markdown(rows: list[Row]) -> str:
@@ -363,7 +357,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="a file for the table")
     arguments = parser.parse_args()
     began = time.monotonic()
-    table = markdown(measure(arguments.rows or list(FAULTS)))
+    names = arguments.rows or list(FAULTS)
+    with run_kit.running(reward_min=2 if "walltime" in names else 30) as run:
+        table = markdown(measure(run, names))
+        run.end()
     print(f"{table}\n\n{time.monotonic() - began:.0f} s in all")
     if arguments.out:
         arguments.out.write_text(f"{table}\n")

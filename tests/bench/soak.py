@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.kit.cluster import run_kit
-from tests.kit.cluster.cluster import Cluster
 from tests.kit.cluster.configuration import ORDINARY
 from tests.kit.cluster.hosts import PATIENCE_S
 from tests.kit.cluster.run_kit import Books, Run
@@ -236,23 +235,22 @@ class Report:
         return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
 
 
-def soak(minutes: float, seed: int) -> Report:
+def soak(run: Run, minutes: float, seed: int) -> Report:
     print(f"seed {seed}", flush=True)
     began = time.monotonic()
-    with Cluster.start(settings=run_kit.SETTINGS) as cluster, run_kit.running(cluster) as run:
-        chaos = Chaos(run, random.Random(seed))
-        deadline = time.monotonic() + minutes * 60
-        while time.monotonic() < deadline or len(chaos.told) < LEAST_KINDS:
-            if time.monotonic() > deadline + (MOST_TIMES - 1) * minutes * 60:
-                raise TimeoutError(
-                    f"{MOST_TIMES * minutes:g} minutes, and no {LEAST_KINDS} kinds of faults found anything "
-                    f"to hit: {dict(chaos.told)}\n{run.state()}"
-                )
-            chaos.strike()
-            run.watch(chaos.rng.uniform(*PAUSE_S))
-            chaos.mend()
-        finish(run, chaos)
-        return report(run, chaos, time.monotonic() - began)
+    chaos = Chaos(run, random.Random(seed))
+    deadline = time.monotonic() + minutes * 60
+    while time.monotonic() < deadline or len(chaos.told) < LEAST_KINDS:
+        if time.monotonic() > deadline + (MOST_TIMES - 1) * minutes * 60:
+            raise TimeoutError(
+                f"{MOST_TIMES * minutes:g} minutes, and no {LEAST_KINDS} kinds of faults found anything "
+                f"to hit: {dict(chaos.told)}\n{run.state()}"
+            )
+        chaos.strike()
+        run.watch(chaos.rng.uniform(*PAUSE_S))
+        chaos.mend()
+    finish(run, chaos)
+    return report(run, chaos, time.monotonic() - began)
 
 
 def finish(run: Run, chaos: Chaos) -> None:
@@ -304,7 +302,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--out", type=Path, help="a file for the table")
     arguments = parser.parse_args()
-    found = soak(arguments.minutes, arguments.seed)
+    with run_kit.running() as run:
+        found = soak(run, arguments.minutes, arguments.seed)
     print(found)
     if arguments.out:
         arguments.out.write_text(f"{found}\n")

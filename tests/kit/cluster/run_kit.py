@@ -327,23 +327,24 @@ class Run:
 
 
 @contextmanager
-def running(cluster: Cluster, reward_min: int = 30) -> Iterator[Run]:
-    """As a user starts it; all jobs are at work."""
-    run = Run(cluster, RunDir(cluster.shared / "run"), COUNTS)
-    make = (sys.executable, "-m", "hpc_swe.demo.model", "--out", run.model)
-    cluster.run(*make, cwd=ROOT, env=ENVIRONMENT)
-    replies = cluster.shared / "replies.json"
-    replies.write_bytes(msgspec.json.encode(written_replies(run.model)))
-    run.overlay.write_text(configuration(str(replies), reward_min))
-    run.start()
-    watcher = threading.Thread(target=run.keep_looking, daemon=True)
-    watcher.start()
-    try:
-        run.until("all jobs at work", run.is_all_whole)
-        yield run
-    finally:
-        run.close()
-        watcher.join(30)
+def running(reward_min: int = 30) -> Iterator[Run]:
+    """As a user starts it, on a cluster of its own; all jobs are at work."""
+    with Cluster.start(settings=SETTINGS) as cluster:
+        run = Run(cluster, RunDir(cluster.shared / "run"), COUNTS)
+        make = (sys.executable, "-m", "hpc_swe.demo.model", "--out", run.model)
+        cluster.run(*make, cwd=ROOT, env=ENVIRONMENT)
+        replies = cluster.shared / "replies.json"
+        replies.write_bytes(msgspec.json.encode(written_replies(run.model)))
+        run.overlay.write_text(configuration(str(replies), reward_min))
+        run.start()
+        watcher = threading.Thread(target=run.keep_looking, daemon=True)
+        watcher.start()
+        try:
+            run.until("all jobs at work", run.is_all_whole)
+            yield run
+        finally:
+            run.close()
+            watcher.join(30)
 
 
 def configuration(replies: str, reward_min: int) -> str:
