@@ -25,14 +25,8 @@ def submit(cluster: Cluster, *words: str, script: str) -> str:
     return cluster.run("sbatch", "--parsable", *words, f"--wrap={script}").stdout.strip()
 
 
-def wait_until_it_runs(cluster: Cluster, job: str, restarts: int = 0) -> str:
-    """On which node, after so many restarts or more."""
-
-    def node() -> str:
-        found = [j for j in cluster.jobs() if (j.id, j.state) == (job, "RUNNING")]
-        return found[0].nodes if found and found[0].restarts >= restarts else ""
-
-    return wait_for(f"job {job} to run with {restarts} restarts", node)
+def wait_until_it_runs(cluster: Cluster, job: str) -> None:
+    wait_for(f"job {job} to run", lambda: (job, "RUNNING") in [(j.id, j.state) for j in cluster.jobs()])
 
 
 def users_processes(cluster: Cluster, node: str | None = None) -> list[str]:
@@ -78,40 +72,6 @@ def test_a_job_sees_only_the_gpus_that_it_was_given(healthy_cluster):
     assert refusals == ["No such device or address"] + 3 * ["Operation not permitted"]
 
 
-def test_an_array_and_two_nodes_share_one_folder(healthy_cluster):
-    folder = healthy_cluster.shared / "array"
-    healthy_cluster.run("mkdir", folder)
-    write = f"hostname > {folder}/$SLURM_ARRAY_TASK_ID"
-    submit(healthy_cluster, "--wait", "--array=0-3", "--output=/dev/null", script=write)
-    assert sorted(path.name for path in folder.iterdir()) == ["0", "1", "2", "3"]
-    hosts = healthy_cluster.run("srun", "--nodes=2", "hostname", "--all-ip-addresses").stdout.split()
-    assert sorted(hosts) == ["10.77.0.11", "10.77.0.12"]
-
-
-def test_only_the_owner_of_a_job_may_cancel_it(healthy_cluster):
-    job = submit(healthy_cluster, script="sleep 3000")
-    assert healthy_cluster.run("scancel", job, user="bob", check=False).returncode
-    assert [j.id for j in healthy_cluster.jobs()] == [job]
-
-
-def test_a_node_that_dies_loses_its_job_and_one_that_is_cut_off_runs_on(healthy_cluster):
-    lost = submit(healthy_cluster, script="sleep 3000")
-    dead = wait_until_it_runs(healthy_cluster, lost)
-    doubled = submit(healthy_cluster, f"--exclude={dead}", script="sleep 3000")
-    away = wait_until_it_runs(healthy_cluster, doubled)
-    healthy_cluster.node_poweroff(dead)
-    healthy_cluster.cut(away)
-    assert users_processes(healthy_cluster, dead) == []
-    others = {wait_until_it_runs(healthy_cluster, job, restarts=1) for job in (lost, doubled)}
-    assert not others & {dead, away}
-    assert "sleep 3000" in users_processes(healthy_cluster, away)
-    healthy_cluster.heal(away)
-    wait_for("the end of the stale copy", lambda: not users_processes(healthy_cluster, away))
-    sacct = ["sacct", "-nXP", "--duplicates", "--format=jobid,state", f"--jobs={lost},{doubled}"]
-    told = {f"{job}|NODE_FAIL" for job in (lost, doubled)}
-    wait_for("accounting", lambda: told <= set(healthy_cluster.run(*sacct).stdout.split()))
-
-
 def test_repair_brings_back_what_was_broken(cluster):
     cluster.repair()
     submit(cluster, "--array=0-99", script="sleep 3000")
@@ -127,42 +87,6 @@ def test_repair_brings_back_what_was_broken(cluster):
     cluster.reconfigure({"FirstJobId": "1000"})
     line = ["srun", "--nodes=6", "--partition=preemptible", "true"]
     wait_for("a step on all nodes", lambda: cluster.run(*line, check=False).returncode == 0)
-
-
-def test_jobs_outlive_the_controller_and_the_login_node(healthy_cluster):
-    job = submit(healthy_cluster, script="sleep 3000")
-    node = wait_until_it_runs(healthy_cluster, job)
-    driver = healthy_cluster.popen("sleep", "3001")
-    wait_for("the driver", lambda: "sleep 3001" in users_processes(healthy_cluster))
-    healthy_cluster.login_poweroff()
-    assert driver.wait(PATIENCE_S) == -signal.SIGKILL
-    healthy_cluster.daemon_kill("slurmctld", signal.SIGTERM)
-    assert healthy_cluster.run("squeue", check=False).returncode
-    healthy_cluster.daemon_start("slurmctld")
-    assert wait_until_it_runs(healthy_cluster, job) == node
-
-
-def test_settings_last_until_the_repair(healthy_cluster):
-    def shown() -> str:
-        return healthy_cluster.run("scontrol", "show", "config").stdout
-
-    healthy_cluster.reconfigure({"JobRequeue": "0", "SlurmctldParameters": ""})
-    assert "preempt_send_user_signal" not in shown()
-    assert "JobRequeue              = 0" in shown()
-    healthy_cluster.repair()
-    assert "preempt_send_user_signal" in shown()
-
-
-def test_signals_reach_a_command_and_a_deadline_ends_it(cluster):
-    loop = "trap 'exit 3' TERM; echo on; while :; do sleep 0.05; done"
-    started = cluster.popen("bash", "-c", loop, stdout=subprocess.PIPE)
-    assert started.stdout.readline() == "on\n"
-    started.terminate()
-    assert started.wait(PATIENCE_S) == 3
-    started.stdout.close()
-    with pytest.raises(subprocess.TimeoutExpired):
-        cluster.run("sleep", "302", timeout=0.5)
-    wait_for("its end", lambda: "sleep 302" not in users_processes(cluster))
 
 
 def test_two_clusters_do_not_disturb_each_other_and_leave_no_trace(healthy_cluster):
@@ -203,12 +127,12 @@ with Cluster.start(nodes=["c1"]) as cluster:
 """
 
 
-@pytest.mark.parametrize("others", ["rX", ""], ids=["open files", "a umask of 077"])
-def test_jobs_reach_a_checkout_in_a_home_that_others_cannot_enter(cluster, others):
+def test_jobs_reach_a_checkout_in_a_home_that_others_cannot_enter(cluster):
+    """Made under a umask of 077."""
     with tempfile.TemporaryDirectory(prefix="closed-", dir=Path.home()) as home:
         checkout = Path(home) / "hpc_swe"
         shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".venv", ".cache", ".git", "runs"))
-        subprocess.run(["chmod", "--recursive", f"u=rwX,go={others}", checkout], check=True)
+        subprocess.run(["chmod", "--recursive", "u=rwX,go=", checkout], check=True)
         code = [sys.executable, "-c", WHERE_JOBS_FIND_THE_CODE]
         env = {**os.environ, "PYTHONPATH": str(checkout)}
         done = subprocess.run(code, cwd=checkout, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
