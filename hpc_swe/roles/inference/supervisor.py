@@ -107,7 +107,7 @@ class Supervisor:
                     raise
                 why = f"restart {restarts} of {self.config.max_restarts}: {error}"
                 log.warning("%s", why)
-                self._show(trouble=why)
+                self._show(trouble=why, refusals=self._refused.in_row)
                 self._stopping.wait(min(2.0 ** (restarts - 1), 60.0))
         log.info("ending %s", "on a signal" if self._stopping.is_set() else "on an order")
 
@@ -121,9 +121,9 @@ class Supervisor:
         try:
             if self._is_healthy_in_time(served):
                 self._load(served, wanted)
-                changes: dict[str, object] = {} if self._refused else {"trouble": ""}
-                if self._wanted() in (None, wanted.version):
+                if is_newest := self._wanted() in (None, wanted.version):
                     self._refused.end(wanted.version)
+                changes: dict[str, object] = {"trouble": ""} if is_newest or not self._refused else {}
                 changes |= {"url": served.url, "refusals": self._refused.in_row}
                 self._show(state="ready", versions=[wanted.version], reading="", **changes)
                 log.info("serving %s at %s", wanted.version.name, served.url)

@@ -436,6 +436,8 @@ def test_many_refusals_in_a_row_start_the_engine_anew_and_are_said(
         await_node(run, lambda node: node.state == "updating")
         await_node(run, lambda node: node.state != "updating")
     await_node(run, lambda node: node.state == "starting" and node.trouble.startswith("restart 1 of "))
+    again = await_node(run, lambda node: node.trouble.startswith("restart 2 of "))
+    assert again.refusals == MAX_REFUSALS + 1  # the engine that starts refuses weights before it serves any
     run.stop.touch()
     _, log = process.communicate(timeout=600)
     assert f"weights were refused {MAX_REFUSALS} times in a row" in log
