@@ -1,8 +1,10 @@
-"""One worker of vLLM that loads adapters by its reload: python -m tests.kit.changed_base FOLDER [changed].
+"""Two workers of vLLM that load adapters by its reload: python -m tests.kit.changed_base FOLDER.
 
-With `changed` the files of the model below the adapters change between the staging and the swap.
+For the second one the files of the model below the adapters change between the staging and the swap. They are
+forked from a process that has imported vLLM, which takes longer than all else.
 """
 
+import multiprocessing
 import sys
 import time
 from collections.abc import Iterable
@@ -48,8 +50,8 @@ def write(base: Path, version: Path) -> torch.Tensor:
     return (OLD.double() + 2 * (b.double() @ a.double())).bfloat16()
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+def load(folder: Path, is_changed: bool) -> None:
+    folder.mkdir()
     base, version = folder / "model", folder / "v000003-i01"
     merged = write(base, version)
     digest = text(int(Digests(torch.device("cpu")).tensor(merged)))
@@ -75,11 +77,21 @@ def main() -> None:
     while not transfer.is_staged():
         assert time.monotonic() < until, "nothing was staged"
         time.sleep(0.01)
-    if sys.argv[2:] == ["changed"]:
+    if is_changed:
         save_file({"a.weight": OLD * 2}, base / "model.safetensors")
     transfer.finish_weight_update()
     assert torch.equal(model.a.weight.data, merged)
-    print("served the merged weights")
+    print("served the merged weights", flush=True)
+
+
+def main() -> None:
+    fork, codes = multiprocessing.get_context("fork"), []
+    for is_changed in (False, True):
+        process = fork.Process(target=load, args=(Path(sys.argv[1]) / str(is_changed), is_changed))
+        process.start()
+        process.join()
+        codes.append(process.exitcode)
+    print("exit codes", codes)
 
 
 if __name__ == "__main__":

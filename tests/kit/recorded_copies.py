@@ -1,10 +1,13 @@
-"""Check what is known of a loader's copies: python -m tests.kit.recorded_copies RANK SIZE PORT OLD NEW [ep].
+"""Check what is known of a loader's copies: python -m tests.kit.recorded_copies FOLDER...
 
-Each rank builds vLLM's model with its part of the weights in OLD, as before a CPU packs them, changes it
-to NEW in two ways, and compares both with what vLLM's loader makes of NEW. With ep experts are not divided,
-and each rank has some of them.
+FOLDER has the models old and new. Each of two ranks builds vLLM's model with its part of the old weights, as
+before a CPU packs them, changes it to the new ones in two ways, and compares both with what vLLM's loader
+makes of the new ones. If the folder's name ends in ep, experts are not divided, and each rank has some of
+them. Ranks are forked from a process that has imported vLLM, which takes longer than all else.
 """
 
+import multiprocessing
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,10 +19,14 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models import qwen2, qwen3_moe  # noqa: F401
 
 from hpc_swe.plugins.engines._vllm_copies import LoaderCopies, Patch
 from hpc_swe.plugins.engines._vllm_files import Delta
 from hpc_swe.plugins.tensor_delta import Digests, encode
+from hpc_swe.processes import free_port
+
+SIZE = 2
 
 
 def gather(value: list[Any]) -> list[list[Any]]:
@@ -41,27 +48,28 @@ def write(patches: list[Patch]) -> None:
         patch.write()
 
 
-def main(rank: int, size: int, port: int, old: Path, new: Path, *more: str) -> None:
-    before, after = (load_file(folder / "model.safetensors") for folder in (old, new))
+def check(rank: int, port: int, folder: Path) -> None:
+    before, after = (load_file(folder / name / "model.safetensors") for name in ("old", "new"))
+    is_whole = folder.name.endswith("ep")
     shapes = {name: list(tensor.shape) for name, tensor in before.items()}
     config = EngineArgs(
-        model=str(old),
+        model=str(folder / "old"),
         dtype="float32",
         enforce_eager=True,
-        tensor_parallel_size=size,
-        enable_expert_parallel="ep" in more,
+        tensor_parallel_size=SIZE,
+        enable_expert_parallel=is_whole,
         skip_tokenizer_init=True,
     ).create_engine_config()
     with set_current_vllm_config(config):
-        init_distributed_environment(size, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
-        initialize_model_parallel(size)
+        init_distributed_environment(SIZE, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
+        initialize_model_parallel(SIZE)
         models = [initialize_model(vllm_config=config, prefix=prefix) for prefix in ("", "again")]
     for model, tensors in zip(models, (before, after), strict=True):
         model.load_weights(iter(tensors.items()))
     changed, expected = (dict(model.named_parameters()) for model in models)
 
     copies = LoaderCopies.record(models[0], shapes, torch.float32)
-    assert all(map(copies.holds, shapes)) == ("ep" not in more)
+    assert all(map(copies.holds, shapes)) != is_whole
     compare(copies, before)
     changes = {name: encode(before[name], tensor) for name, tensor in after.items()}
     whole = {name: after[name] for name, each in changes.items() if each is None}
@@ -80,8 +88,21 @@ def main(rank: int, size: int, port: int, old: Path, new: Path, *more: str) -> N
     copies.copy(after)
     compare(copies, after)
     assert all(torch.equal(changed[name], tensor) for name, tensor in expected.items())
-    print("all bits are equal", flush=True)
+
+
+def main() -> None:
+    fork = multiprocessing.get_context("fork")
+    for folder in map(Path, sys.argv[1:]):
+        port = free_port("127.0.0.1", 0)
+        os.environ["VLLM_DIST_IDENT"] = str(port)
+        ranks = [fork.Process(target=check, args=(rank, port, folder)) for rank in range(SIZE)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        is_equal = all(rank.exitcode == 0 for rank in ranks)
+        print(folder.name, "all bits are equal" if is_equal else "differs", flush=True)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), *map(Path, sys.argv[4:6]), *sys.argv[6:])
+    main()

@@ -13,10 +13,9 @@ pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow
 
 
-def swap(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "tests.kit.changed_base", str(folder), *words]
-    return subprocess.run(
-        line,
+def test_only_a_base_that_changes_between_staging_and_swap_ends_the_engine(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kit.changed_base", str(tmp_path)],
         cwd=ROOT,
         env=environment(OMP_NUM_THREADS="1"),
         stdout=subprocess.PIPE,
@@ -25,16 +24,6 @@ def swap(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         timeout=DEADLINE_S,
         check=False,
     )
-
-
-def test_a_base_that_changes_between_staging_and_swap_ends_the_engine(tmp_path: Path) -> None:
-    done = swap(tmp_path, "changed")
-    assert done.returncode == 1, done.stdout
+    assert "exit codes [0, 1]" in done.stdout, done.stdout
+    assert done.stdout.count("served the merged weights") == 1
     assert "model: model.safetensors: it is no longer the file that was verified" in done.stdout
-    assert "served" not in done.stdout
-
-
-def test_a_base_that_stays_is_served_with_the_adapters(tmp_path: Path) -> None:
-    done = swap(tmp_path)
-    assert done.returncode == 0, done.stdout
-    assert "served the merged weights" in done.stdout
