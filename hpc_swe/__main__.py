@@ -6,7 +6,8 @@ Each command is a module, run as `python -m` runs it, so that both ways of calli
 import runpy
 import sys
 
-from hpc_swe import __version__, cli
+from hpc_swe import __version__
+from hpc_swe.base import cli
 
 COMMANDS = {
     "launch": "start, continue and stop a run",

@@ -5,12 +5,15 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from hpc_swe import job_counts
-from hpc_swe.errors import ConfigError
-from hpc_swe.metrics import Log
-from hpc_swe.plugins.model_shape import ModelShape
-from hpc_swe.plugins.tasksets.base import Weighted
-from hpc_swe.records import Role, Sample, ScoredEpisode, Task
+from hpc_swe.base.errors import ConfigError
+from hpc_swe.base.metrics import Log
+from hpc_swe.base.records import Role, Sample, ScoredEpisode, Task
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic, tasks, trajectories
+from hpc_swe.config import job_counts
+from hpc_swe.config.settings import RunConfig
+from hpc_swe.launch import demonstrations
+from hpc_swe.models.model_shape import ModelShape
 from hpc_swe.roles.coordinator import archive, sft
 from hpc_swe.roles.coordinator.batches import BatchSettings
 from hpc_swe.roles.coordinator.curriculum import TaskPlan, WeightedTasks
@@ -20,10 +23,7 @@ from hpc_swe.roles.coordinator.loop import Coordinator, Mode
 from hpc_swe.roles.coordinator.maintenance import Maintenance
 from hpc_swe.roles.coordinator.supervision import Supervision
 from hpc_swe.roles.coordinator.training import Training
-from hpc_swe.rundir import RunDir
-from hpc_swe.runs import demonstrations
-from hpc_swe.settings import RunConfig
-from hpc_swe.store import atomic, tasks, trajectories
+from hpc_swe.tasks.sets.base import Weighted
 from jobs import entry
 
 

@@ -6,14 +6,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from hpc_swe import cli
-from hpc_swe.errors import HpcSweError, LostRace
-from hpc_swe.plugins.executors.base import own_job_id
-from hpc_swe.records import Role
-from hpc_swe.rundir import RunDir
-from hpc_swe.runs import existing
-from hpc_swe.settings import RunConfig
-from hpc_swe.store.lease import Lease
+from hpc_swe.base import cli
+from hpc_swe.base.errors import HpcSweError, LostRace
+from hpc_swe.base.records import Role
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store.lease import Lease
+from hpc_swe.cluster.executors.base import own_job_id
+from hpc_swe.config.settings import RunConfig
+from hpc_swe.launch import existing
 from jobs import heartbeat, stacks
 
 log = logging.getLogger(__name__)

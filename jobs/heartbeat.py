@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 
-from hpc_swe.processes import MEETING, StoppedProcesses
+from hpc_swe.cluster.processes import MEETING, StoppedProcesses
 
 BEAT_S = 2.0
 LOOK_S = 1.0

@@ -3,13 +3,14 @@
 import os
 from pathlib import Path
 
-from hpc_swe import gpu_turns, job_counts
-from hpc_swe.gpu_turns import EngineTurn
-from hpc_swe.plugins import builds
-from hpc_swe.plugins.executors.base import own_address
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.cluster import gpu_turns
+from hpc_swe.cluster.executors.base import own_address
+from hpc_swe.cluster.gpu_turns import EngineTurn
+from hpc_swe.config import job_counts
+from hpc_swe.config.settings import RunConfig
+from hpc_swe.models import builds
 from hpc_swe.roles.inference.supervisor import Supervisor
-from hpc_swe.rundir import RunDir
-from hpc_swe.settings import RunConfig
 from jobs import entry
 
 

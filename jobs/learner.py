@@ -7,19 +7,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hpc_swe import gpu_turns, job_counts
-from hpc_swe.errors import HpcSweError, StorageError
-from hpc_swe.gpu_turns import LearnerTurn
-from hpc_swe.metrics import Log
-from hpc_swe.processes import Flag
+from hpc_swe.base.errors import HpcSweError, StorageError
+from hpc_swe.base.metrics import Log
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.cluster import gpu_turns
+from hpc_swe.cluster.gpu_turns import LearnerTurn
+from hpc_swe.cluster.processes import Flag
+from hpc_swe.config import job_counts
+from hpc_swe.config.settings import RunConfig, StopConfig
 from hpc_swe.roles.learner.alarm import Alarm
 from hpc_swe.roles.learner.batch_source import BatchSource
 from hpc_swe.roles.learner.loop import LearnerPlan, OnStep, learn
 from hpc_swe.roles.learner.loss import PolicyObjective
 from hpc_swe.roles.learner.probe import probe_ids
 from hpc_swe.roles.learner.publish import Snapshots
-from hpc_swe.rundir import RunDir
-from hpc_swe.settings import RunConfig, StopConfig
 from jobs import entry
 
 SLURM_NAMES = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_NTASKS"}

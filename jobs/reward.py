@@ -5,15 +5,15 @@ import math
 import sys
 from functools import partial
 
-from hpc_swe.plugins.hidden_tests import with_versions
-from hpc_swe.plugins.sandboxes.base import WatchedSandboxes
-from hpc_swe.plugins.tasksets.base import Referenced
-from hpc_swe.records import Task
+from hpc_swe.agents.sandboxes.base import WatchedSandboxes
+from hpc_swe.base.records import Task
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import tasks
+from hpc_swe.config.settings import RunConfig
 from hpc_swe.roles.reward import alone
 from hpc_swe.roles.reward.worker import RewardResources, judge, worker
-from hpc_swe.rundir import RunDir
-from hpc_swe.settings import RunConfig
-from hpc_swe.store import tasks
+from hpc_swe.tasks.hidden_tests import with_versions
+from hpc_swe.tasks.sets.base import Referenced
 from jobs import entry
 
 ALONE = "--alone"

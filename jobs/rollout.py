@@ -1,14 +1,14 @@
 """Run one rollout worker: python -m jobs.rollout RUN."""
 
-from hpc_swe.plugins.sandboxes.base import WatchedSandboxes
+from hpc_swe.agents.sandboxes.base import WatchedSandboxes
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import tasks
+from hpc_swe.config.settings import RunConfig
+from hpc_swe.config.tokenization import token_builder
 from hpc_swe.roles.rollout.endpoints import Endpoints
 from hpc_swe.roles.rollout.episode import RolloutResources
 from hpc_swe.roles.rollout.sampler import Sampler
 from hpc_swe.roles.rollout.worker import worker
-from hpc_swe.rundir import RunDir
-from hpc_swe.settings import RunConfig
-from hpc_swe.store import tasks
-from hpc_swe.tokenization import token_builder
 from jobs import entry
 
 

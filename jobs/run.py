@@ -3,8 +3,7 @@
 A child that dies is started again, with back-off, at most `max_restarts` times; a child that ran for
 `QUIET_S` resets the count. A child that is stopped, or shows no sign of life, counts as dead. One that makes
 no progress is restarted when a verdict names it (jobs/supervision.py). The learner's ranks form a gang: when
-one dies, all are ended and started again, since a collective needs all ranks. A child never outlives this
-process.
+one dies, all are ended and started again, since a collective needs all. A child never outlives this process.
 
 SIGUSR2 is the scheduler's warning that the job is about to end: the children drain, and the job asks to be
 queued again. SIGTERM is a person's order to end: the children give their claims back and end.
@@ -24,15 +23,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from hpc_swe import cli, gpu_turns, gpus, job_counts, scratch
-from hpc_swe.errors import HpcSweError, NodeError, StorageError, StuckRun
-from hpc_swe.plugins.executors.base import own_address, own_job_id
-from hpc_swe.processes import MEETING, Flag, die_with_parent, free_port, start_time
-from hpc_swe.rundir import RunDir
-from hpc_swe.runs import existing
-from hpc_swe.settings import RunConfig
-from hpc_swe.store import atomic, orders, submissions, weights
-from hpc_swe.store.submissions import Started
+from hpc_swe.base import cli
+from hpc_swe.base.errors import HpcSweError, NodeError, StorageError, StuckRun
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic, orders, submissions, weights
+from hpc_swe.cluster import gpu_turns, gpus, scratch
+from hpc_swe.cluster.executors.base import own_address, own_job_id
+from hpc_swe.cluster.processes import MEETING, Flag, die_with_parent, free_port, start_time
+from hpc_swe.config import job_counts
+from hpc_swe.config.settings import RunConfig
+from hpc_swe.launch import existing
 from jobs import heartbeat, stacks
 from jobs.supervision import VerdictReader
 
@@ -358,7 +358,7 @@ def _report(arguments: argparse.Namespace, run: RunDir, seconds: float, code: in
     if not arguments.submission:  # a person started it
         return
     pid = os.getpid()
-    started = Started(
+    started = submissions.Started(
         job=own_job_id(),
         host=socket.gethostname(),
         pid=pid,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc_swe.processes import MEETING, descendants
+from hpc_swe.cluster.processes import MEETING, descendants
 
 SIGNAL = signal.SIGUSR1
 STACKS = "stack-"

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from hpc_swe.errors import CorruptRecord, HpcSweError
-from hpc_swe.plugins.executors.base import own_job_id
-from hpc_swe.records import Node
-from hpc_swe.rundir import RunDir
-from hpc_swe.settings import RunConfig
-from hpc_swe.store import atomic, orders, supervision
-from hpc_swe.store.supervision import Clocks, RunPart, StuckProcess, Verdict
+from hpc_swe.base.errors import CorruptRecord, HpcSweError
+from hpc_swe.base.records import Node
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic, orders, supervision
+from hpc_swe.base.store.supervision import Clocks, RunPart, StuckProcess, Verdict
+from hpc_swe.cluster.executors.base import own_job_id
+from hpc_swe.config.settings import RunConfig
 from jobs import stacks
 
 MOST_FILES = 8  # processes of one verdict that write their stacks

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from hpc_swe import config as configuration
-from hpc_swe.rundir import RunDir
-from hpc_swe.runs import control, watch
-from hpc_swe.store import weights
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import weights
+from hpc_swe.config import config as configuration
+from hpc_swe.launch import control, watch
 from tests.kit.checkout import ROOT
 from tests.kit.toy import Checkout, make_repository
 from tests.kit.waiting import until

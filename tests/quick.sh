@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 unset PYTHONDONTWRITEBYTECODE # or each process compiles the project once more
 export OMP_NUM_THREADS=1 # or torch's threads spin on the core that the other half uses
-half=(tests/roles tests/plugins)
+half=(tests/roles tests/agents tests/models tests/tasks)
 log=$(mktemp)
 quick=(.venv/bin/python -m pytest -q -m "not slow and not cluster")
 "${quick[@]}" "${half[@]}" >"$log" 2>&1 &

@@ -5,9 +5,9 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-engines=(tests/pipeline tests/plugins/engines)
-learners=(tests/plugins/policies tests/roles/inference tests/roles/learner)
-sandboxes=(tests/cheats tests/plugins/graders tests/plugins/sandboxes tests/tasks)
+engines=(tests/pipeline tests/models/engines)
+learners=(tests/models/policies tests/roles/inference tests/roles/learner)
+sandboxes=(tests/cheats tests/tasks/graders tests/agents/sandboxes tests/makers)
 sandboxes+=(tests/docs) # so that the parts end at about the same time
 unset PYTHONDONTWRITEBYTECODE # or each of some thousand processes compiles the project once more
 export OMP_NUM_THREADS=1 # or torch's threads spin on cores that the other parts use

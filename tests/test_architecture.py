@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from hpc_swe import conflicts, plugins
-from hpc_swe.config import read
-from hpc_swe.plugins.engines.base import FALLBACK
-from hpc_swe.records import WeightVersion
-from hpc_swe.rundir import SPOOLS, RunDir
+from hpc_swe.base import loader
+from hpc_swe.base.records import WeightVersion
+from hpc_swe.base.rundir import SPOOLS, RunDir
+from hpc_swe.config import conflicts
+from hpc_swe.config.config import read
+from hpc_swe.models.engines.base import FALLBACK
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGES = ("hpc_swe", "jobs")
@@ -28,63 +29,72 @@ FUNCTION_LINES, USUAL_FUNCTION_LINES = 60, 28
 TEST_NAME = 70
 # Lines of each package, blank ones and docstrings too. A budget is what the package has, rounded up, so that
 # who adds much notices, and says why. The largest packages hold much for these reasons:
-# - tasks: four ways to make tasks (rows, images, seeded bugs, git history), each checked in sandboxes; images
-#   are searched for the solutions of all tasks that share them
-# - hpc_swe: all tables of a configuration with their documentation, rules between keys, the help of commands,
+# - makers: four ways to make tasks (rows, images, seeded bugs, git history), each checked in sandboxes;
+#   images are searched for the solutions of all tasks that share them
+# - config: all tables of a configuration with their documentation, rules between keys, the help of commands,
 #   and what people mistype: empty shell variables, keys of another table, files in another encoding
-# - plugins/policies: Megatron's layers with our kernels; how weights are loaded, exported and resumed;
+# - models/policies: Megatron's layers with our kernels; how weights are loaded, exported and resumed;
 #   low-rank adapters, and optimizer state in host memory and in checkpoints, which are read by rows; values
 #   and files of tens of thousands of tensors are copied many at a time; activations that GPUs exchange by
 #   copies beside products, in place of kernels that take multiprocessors from them
-# - plugins: kernels that find and write changed weights on a GPU, for which torch would wait at each tensor,
-#   and tables for those that a paused engine runs once for all tensors
-# - plugins/engines: vLLM's weights change in place, every answer in doubt is held back, a pause finds what it
+# - models/deltas: kernels that find and write changed weights on a GPU, for which torch would wait at each
+#   tensor, and tables for those that a paused engine runs once for all tensors
+# - models/engines: vLLM's weights change in place, every answer in doubt is held back, a pause finds what it
 #   needs to know of weights prepared, and a route of our own spares vLLM's HTTP process much of what it
 #   computes for an answer
 # - roles/coordinator: every decision of a run (groups, batches, evaluations, supervision, retention)
-# - store: what happens to files that cannot be read or removed, and to writers that were frozen
-# - plugins/graders and plugins/sandboxes: what keeps a policy from faking a result or leaving its sandbox
-# - conversation: spaces that tokenizers add before a text, which differ with what comes before it
-# - plugins/tools: a debugger in the sandbox, and walks that end early in folders of the policy
-# - plugins/tasksets: demonstrations that show their work, so that a loop of the demo is bound by GPUs
+# - base/store: what happens to files that cannot be read or removed, and to writers that were frozen
+# - tasks/graders and agents/sandboxes: what keeps a policy from faking a result or leaving its sandbox
+# - agents/chat: spaces that tokenizers add before a text, which differ with what comes before it
+# - agents/tools: a debugger in the sandbox, and walks that end early in folders of the policy
+# - tasks/sets: demonstrations that show their work, so that a loop of the demo is bound by GPUs
 # - roles/learner: checkpoints that come by time as well as by number; a text that checks an engine's weights;
 #   a gap to the sampler without the batch's own optimizer steps
 # - roles/inference and roles/reward: processes that the kernel does not let end after they were killed, and
 #   why an engine does not serve the newest weights
-# - plugins/executors: what people may write among the options of sbatch, and what that replaces
-# - runs: what a tick cancels under an order, jobs that end before they have reported anything, steps that a
+# - cluster/executors: what people may write among the options of sbatch, and what that replaces
+# - launch: what a tick cancels under an order, jobs that end before they have reported anything, steps that a
 #   learner saves before its run is stopped, and copies of runs, which have the records of the originals' jobs
-# - benchmarks: our learner, its peers and the limits of the hardware, measured in the same way, and what a
-#   checkpoint takes on a file system
+# - view/benchmarks: our learner, its peers and the limits of the hardware, measured in the same way, and what
+#   a checkpoint takes on a file system
 BUDGETS = {
-    "hpc_swe": 3_766,
-    "hpc_swe/benchmarks": 3_254,
-    "hpc_swe/conversation": 1_213,
+    "hpc_swe": 90,
+    "hpc_swe/agents": 80,
+    "hpc_swe/agents/chat": 1_213,
+    "hpc_swe/agents/loops": 852,  # answers of models that call no tools
+    "hpc_swe/agents/sandboxes": 2_688,  # refuses one sandbox where no process may be started
+    "hpc_swe/agents/tools": 1_805,
+    "hpc_swe/base": 1_450,
+    "hpc_swe/base/records": 570,
+    "hpc_swe/base/store": 1_870,
+    "hpc_swe/cluster": 620,
+    "hpc_swe/cluster/executors": 898,
+    "hpc_swe/config": 1_250,
     "hpc_swe/demo": 885,  # what a published model learns, with controls, in one command
-    "hpc_swe/doctor": 1_292,
-    "hpc_swe/evaluation": 530,
-    "hpc_swe/plugins": 3_460,  # decides once for all readers which file of a model has which tensor
-    "hpc_swe/plugins/advantages": 150,
-    "hpc_swe/plugins/agents": 852,  # answers of models that call no tools
-    "hpc_swe/plugins/engines": 2_940,
-    "hpc_swe/plugins/executors": 898,
-    "hpc_swe/plugins/graders": 5_520,  # says whose file does what; seals assertions; changes tests by type
-    "hpc_swe/plugins/policies": 6_884,  # values of a checkpoint go straight into their files
-    "hpc_swe/plugins/sandboxes": 2_688,  # refuses one sandbox where no process may be started
-    "hpc_swe/plugins/tasksets": 1_720,  # reads published sets in their own columns
-    "hpc_swe/plugins/tools": 1_805,
-    "hpc_swe/records": 570,
-    "hpc_swe/report": 850,
-    "hpc_swe/roles": 10,
-    "hpc_swe/roles/coordinator": 3_225,  # penalties beside rewards; ends a run of refused weights
+    "hpc_swe/launch": 2_590,
+    "hpc_swe/launch/doctor": 1_300,
+    "hpc_swe/makers": 2_200,  # statements with the function at fault, rows by pass rate, the share sealed
+    "hpc_swe/makers/bugs": 1_440,
+    "hpc_swe/makers/images": 1_020,
+    "hpc_swe/models": 740,
+    "hpc_swe/models/advantages": 150,
+    "hpc_swe/models/deltas": 990,
+    "hpc_swe/models/engines": 2_940,
+    "hpc_swe/models/policies": 6_920,  # values of a checkpoint go straight into their files
+    "hpc_swe/roles": 300,
+    "hpc_swe/roles/coordinator": 3_240,  # penalties beside rewards; ends a run of refused weights
     "hpc_swe/roles/inference": 729,  # tries refused weights again, and counts
     "hpc_swe/roles/learner": 1_280,
     "hpc_swe/roles/reward": 360,
     "hpc_swe/roles/rollout": 1_298,
-    "hpc_swe/runs": 2_696,
-    "hpc_swe/store": 2_154,
-    "hpc_swe/tasks": 4_650,  # statements with the function at fault, rows by pass rate, the share sealed
-    "jobs": 1_163,
+    "hpc_swe/tasks": 1_490,
+    "hpc_swe/tasks/graders": 5_520,  # says whose file does what; seals assertions; changes tests by type
+    "hpc_swe/tasks/sets": 1_720,  # reads published sets in their own columns
+    "hpc_swe/view": 710,
+    "hpc_swe/view/benchmarks": 3_270,
+    "hpc_swe/view/evaluation": 530,
+    "hpc_swe/view/report": 850,
+    "jobs": 1_170,
 }
 HEAVY = {"torch", "vllm", "megatron", "transformers", "submitit", "tensorboard", "datasets"}
 HOSTS = (
@@ -99,11 +109,11 @@ HOSTS = (
 )
 HOSTS += ("download.pytorch.org", "debian.org", "ubuntu.com", "anaconda.org", "modelscope.cn", "nvcr.io")
 BORROWED = {  # the peer has our output layer and kernels, meets and is timed as our learner
-    "benchmarks.fsdp2 -> policies._megatron.flash_attention",
-    "benchmarks.peer_attention -> policies._megatron.flash_attention",
-    "benchmarks.fsdp2 -> policies._megatron.logprobs",
-    "benchmarks.fsdp2 -> policies._megatron.meeting",
-    "benchmarks.fsdp2 -> policies._megatron.stopwatch",
+    "view.benchmarks.fsdp2 -> models.policies._megatron.kernels.flash_attention",
+    "view.benchmarks.peer_attention -> models.policies._megatron.kernels.flash_attention",
+    "view.benchmarks.fsdp2 -> models.policies._megatron.model.logprobs",
+    "view.benchmarks.fsdp2 -> models.policies._megatron.kernels.meeting",
+    "view.benchmarks.fsdp2 -> models.policies._megatron.stopwatch",
 }
 # What follows is wrong today: each list may only shrink.
 CIRCLES: set[str] = set()
@@ -163,11 +173,21 @@ def test_imports_point_down_and_every_wall_stands():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_there_are_at_most_nine_floors_between_jobs_and_records():
+def test_there_are_at_most_nine_floors_below_jobs():
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
     contracts = project["tool"]["importlinter"]["contracts"]
     floors = next(each["layers"] for each in contracts if each["name"] == "Imports point down")
-    assert floors.index("records") <= 9
+    assert len(floors) <= 9
+
+
+def test_nobody_has_to_read_more_than_a_screen_of_names():
+    """The package has at most 13 entries, and each room at most 15."""
+    entries = [path.relative_to(REPOSITORY).parts for path in tracked("hpc_swe/*", "hpc_swe/**/*")]
+    package = {parts[1] for parts in entries}
+    rooms = Counter(room for room, _ in {parts[1:3] for parts in entries if len(parts) > 2})
+    assert len(package) <= 13
+    assert {room: entries for room, entries in rooms.items() if entries > 15} == {}
+    assert {name for name in package if name.endswith(".py")} == {"__init__.py", "__main__.py"}
 
 
 def imports() -> dict[str, set[str]]:
@@ -197,7 +217,7 @@ def modules_imported() -> dict[str, set[str]]:
 
 
 def short(module: str) -> str:
-    return module.removeprefix("hpc_swe.").removeprefix("plugins.")
+    return module.removeprefix("hpc_swe.")
 
 
 def is_foreign(importer: str, name: str) -> bool:
@@ -237,8 +257,9 @@ def test_no_plugin_is_named_outside_its_family():
         f"{short(module)} -> {short(name)}"
         for module, names in modules_imported().items()
         for name in names
-        if re.fullmatch(r"hpc_swe\.plugins\.\w+\.[a-z]\w*", name) and not name.endswith(".base")
-        if not module.startswith(name.rpartition(".")[0])
+        for package, _, kind in [name.rpartition(".")]
+        if package in loader.PACKAGES.values() and kind != "base" and not kind.startswith("_")
+        if not module.startswith(package)
     }
     assert found == set()
 
@@ -255,10 +276,9 @@ def test_one_name_is_one_class():
 
 def test_no_module_has_a_name_of_the_standard_library():
     """A plugin's file is named by its type, and may."""
+    families = [package.replace(".", "/") for package in loader.PACKAGES.values()]
     found = {path for path in modules() if Path(path).stem in sys.stdlib_module_names}
-    assert {
-        path for path in found if not re.match(r"hpc_swe/(__main__|plugins/\w+/[a-z]\w*)\.py", path)
-    } == set()
+    assert {path for path in found if path.rpartition("/")[0] not in families} == set()
 
 
 def test_no_file_is_longer_than_a_sitting():
@@ -274,9 +294,8 @@ def test_no_function_is_longer_than_a_page_and_most_are_short():
 
 
 def room(path: str) -> str:
-    """The folder that has a budget; a family of plugins and a role have one each."""
-    folders = path.split("/")[:-1]
-    return "/".join(folders[: 3 if folders[1:2] in (["plugins"], ["roles"]) else 2])
+    """The folder that has a budget: a room, or a folder in one."""
+    return "/".join(path.split("/")[:-1][:3])
 
 
 def test_no_room_outgrows_its_budget():
@@ -289,14 +308,14 @@ def test_no_room_outgrows_its_budget():
 
 def test_attributes_are_seldom_asked_for_by_name():
     """Code that runs inside sandboxes is left out: it meets any release of unittest and pytest."""
-    texts = [text for path, text in modules().items() if "plugins/graders/_" not in path]
+    texts = [text for path, text in modules().items() if "tasks/graders/_" not in path]
     lines = sum(len(text.splitlines()) for text in texts)
     found = [ask for text in texts for ask in re.findall(r"\b(?:getattr|hasattr)\(", text)]
     assert len(found) <= lines / 1000
 
 
 def test_a_login_node_starts_a_run_without_anything_heavy():
-    imports = "import sys, hpc_swe.launch, hpc_swe.status, hpc_swe.show"
+    imports = "import sys, hpc_swe.launch.__main__, hpc_swe.view.status, hpc_swe.view.show"
     code = f"{imports}; print(*{{name.partition('.')[0] for name in sys.modules}})"
     loaded = subprocess.run(
         [sys.executable, "-c", code], cwd=REPOSITORY, check=True, capture_output=True, text=True
@@ -312,7 +331,7 @@ def test_tests_use_no_mocks():
 
 
 def test_no_signal_handler_sets_an_event_whose_lock_its_thread_may_hold():
-    """`hpc_swe.processes.Flag` has none."""
+    """`hpc_swe.cluster.processes.Flag` has none."""
     handled = {path for path, text in modules().items() if "signal.signal(" in text}
     assert [path for path in sorted(handled) if "threading.Event" in modules()[path]] == []
 
@@ -348,7 +367,7 @@ def test_nothing_calls_run_and_its_like_of_subprocess():
 def test_the_words_of_a_slow_load_stand_in_one_room_and_in_operations():
     """People look for them in an engine's log, and so does the benchmark of weights."""
     rooms = [path for path, text in modules().items() if FALLBACK in text]
-    assert rooms == ["hpc_swe/plugins/engines/base.py"]
+    assert rooms == ["hpc_swe/models/engines/base.py"]
     assert f"| `{FALLBACK}` in an engine's log |" in (REPOSITORY / "docs/operations.md").read_text("utf-8")
 
 
@@ -398,18 +417,16 @@ def test_names_of_tests_fit_a_line():
 
 
 def test_every_plugin_family_says_what_its_plugins_are():
-    families = [
-        path for path in (REPOSITORY / "hpc_swe/plugins").iterdir() if (path / "__init__.py").exists()
-    ]
-    assert len(families) >= 9
-    assert [path.name for path in families if not (path / "base.py").exists()] == []
+    paths = [f"{package.replace('.', '/')}/base.py" for package in loader.PACKAGES.values()]
+    assert len(paths) >= 9
+    assert [path for path in paths if not (REPOSITORY / path).exists()] == []
 
 
 def test_every_type_that_a_family_knows_is_a_plugin():
-    for path in (REPOSITORY / "hpc_swe/plugins").glob("*/base.py"):
-        for kind in plugins.known(path.parent.name):
-            module = importlib.import_module(f"hpc_swe.plugins.{path.parent.name}.{kind}")
-            assert issubclass(getattr(module, kind.title().replace("_", "")), plugins.Plugin), module
+    for family, package in loader.PACKAGES.items():
+        for kind in loader.known(family):
+            module = importlib.import_module(f"{package}.{kind}")
+            assert issubclass(getattr(module, kind.title().replace("_", "")), loader.Plugin), module
 
 
 def test_code_and_documents_are_ascii():

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 from hpc_swe import __version__
 from hpc_swe.__main__ import COMMANDS
-from hpc_swe.cli import BROKEN_PIPE
+from hpc_swe.base.cli import BROKEN_PIPE
 from tests.kit.checkout import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -56,7 +56,7 @@ def test_a_closed_output_changes_no_exit_code(closed: str, words: str, code: int
 
 def test_a_file_does_not_get_the_number_of_a_closed_output(tmp_path: Path) -> None:
     """Or it would hold what a C library prints, which writes to number 1 or 2."""
-    program = "import os, sys\nfrom hpc_swe import cli\n@cli.command\ndef main():\n"
+    program = "import os, sys\nfrom hpc_swe.base import cli\n@cli.command\ndef main():\n"
     program += " file = open(sys.argv[1], 'wb')\n os.write(1, b'words')\n os.write(2, b'words')\nmain()"
     line = '"$0" -c "$1" "$2" <&- >&- 2>&-'
     done = subprocess.run(
@@ -94,7 +94,9 @@ def test_a_reader_that_has_left_ends_any_command_with_no_traceback(
 def test_the_list_has_every_module_that_is_a_command() -> None:
     sources = [path for path in (ROOT / "hpc_swe").rglob("*.py") if "\n@cli.command\n" in path.read_text()]
     paths = [path.relative_to(ROOT / "hpc_swe").with_suffix("") for path in sources]
-    assert {".".join(path.parts).removesuffix(".__main__") for path in paths} == {"__main__", *COMMANDS}
+    names = [".".join(path.parts).removesuffix(".__main__") for path in paths]
+    names = [re.sub(r"^(?:view|launch)\.", "", name).replace("makers.", "tasks.") for name in names]
+    assert set(names) == {"__main__", *COMMANDS}
 
 
 VERBS = [("launch", verb) for verb in ("start", "tick", "keys", "stop")]

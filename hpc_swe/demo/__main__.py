@@ -19,19 +19,19 @@ from pathlib import Path
 
 from rich.table import Table
 
-from hpc_swe import cli, intervals, tables
-from hpc_swe import config as configuration
+from hpc_swe.base import cli, intervals, tables
+from hpc_swe.base.errors import DeadlineError, HpcSweError
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import evals
+from hpc_swe.base.store.evals import Attempt
+from hpc_swe.base.tables import console, say
+from hpc_swe.cluster.executors.base import RunsHere
+from hpc_swe.cluster.processes import completed
+from hpc_swe.config import config as configuration
 from hpc_swe.demo.model import SHAPES, SIZES
 from hpc_swe.demo.stages import curve, newest, of_stage, watched
-from hpc_swe.errors import DeadlineError, HpcSweError
-from hpc_swe.plugins.executors.base import RunsHere
-from hpc_swe.plugins.model_shape import read_config
-from hpc_swe.processes import completed
-from hpc_swe.rundir import RunDir
-from hpc_swe.runs import control as run_control
-from hpc_swe.store import evals
-from hpc_swe.store.evals import Attempt
-from hpc_swe.tables import console, say
+from hpc_swe.launch import control as run_control
+from hpc_swe.models.model_shape import read_config
 
 MODEL_S = 3600.0  # longest wait for random weights to be written
 DECODINGS = ("greedy", "sampled")

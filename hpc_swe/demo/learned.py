@@ -6,11 +6,11 @@ from pathlib import Path
 
 from rich.table import Table
 
-from hpc_swe import intervals, tables
+from hpc_swe.base import intervals, tables
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store.evals import Attempt
 from hpc_swe.demo.stages import curve
-from hpc_swe.plugins.swebench_rows import columns, read_records
-from hpc_swe.rundir import RunDir
-from hpc_swe.store.evals import Attempt
+from hpc_swe.tasks.swebench_rows import columns, read_records
 
 CURVES = {
     "reward/mean": "mean reward",

@@ -14,10 +14,10 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from hpc_swe import cli, plugins
-from hpc_swe.conversation.template import ChatTemplate
-from hpc_swe.plugins import shapes
-from hpc_swe.records import Message
+from hpc_swe.agents.chat.template import ChatTemplate
+from hpc_swe.base import cli, loader
+from hpc_swe.base.records import Message
+from hpc_swe.models import shapes
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
@@ -156,7 +156,7 @@ def main() -> None:
         help="table [taskset], as JSON, of whose words the tokenizer makes tokens",
     )
     options = cli.parse(parser)
-    taskset = plugins.load("tasksets", options.taskset)
+    taskset = loader.load("tasksets", options.taskset)
     conversations = itertools.islice(taskset.demonstrations(seed=0), CONVERSATIONS)
     sizes = SHAPES[options.shape] | {"max_position_embeddings": options.context}
     size = make(options.out, conversations, options.seed, **sizes)

@@ -21,21 +21,22 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from hpc_swe import cli, job_counts, plugins, tables
-from hpc_swe import config as configuration
+from hpc_swe.base import cli, loader, tables
+from hpc_swe.base.errors import ConfigError, DeadlineError, HpcSweError
+from hpc_swe.base.records import Record
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic, evals, weights
+from hpc_swe.base.tables import console, say
+from hpc_swe.cluster.executors.base import GrantsGpus, RunsHere
+from hpc_swe.cluster.processes import completed
+from hpc_swe.config import config as configuration
+from hpc_swe.config import job_counts
+from hpc_swe.config.settings import RunConfig
 from hpc_swe.demo import learned
 from hpc_swe.demo.learned import ModelResult
 from hpc_swe.demo.stages import newest, of_stage, watched
-from hpc_swe.errors import ConfigError, DeadlineError, HpcSweError
-from hpc_swe.evaluation import results, start
-from hpc_swe.plugins.executors.base import GrantsGpus, RunsHere
-from hpc_swe.processes import completed
-from hpc_swe.records import Record
-from hpc_swe.rundir import RunDir
-from hpc_swe.runs import control, existing, trajectories
-from hpc_swe.settings import RunConfig
-from hpc_swe.store import atomic, evals, weights
-from hpc_swe.tables import console, say
+from hpc_swe.launch import control, existing, trajectories
+from hpc_swe.view.evaluation import results, start
 
 DECODINGS = {"sampled": 1.0, "greedy": 0.0}
 """Label -> temperature; other settings are those of [sampling]. Greedy answers are sampled once."""
@@ -210,7 +211,7 @@ class Repair:
         if kind == "grpo":
             return config
         table = {"type": "shuffled", "of": configuration.dump(config)["advantage"]}
-        return replace(config, advantage=plugins.load("advantages", table))
+        return replace(config, advantage=loader.load("advantages", table))
 
     def evaluate(self, name: str, model: Path, rows: Path) -> None:
         """Evaluate a model on the held-out tasks, in both decodings."""

@@ -6,15 +6,15 @@ from pathlib import Path
 
 from rich.progress import Progress, TaskID
 
-from hpc_swe.errors import HpcSweError
-from hpc_swe.evaluation.progress import episodes
-from hpc_swe.metrics import decode
-from hpc_swe.rundir import RunDir
-from hpc_swe.runs import watch
-from hpc_swe.runs.view import RunView
-from hpc_swe.settings import RunConfig
-from hpc_swe.store import weights
-from hpc_swe.tables import bars
+from hpc_swe.base.errors import HpcSweError
+from hpc_swe.base.metrics import decode
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import weights
+from hpc_swe.base.tables import bars
+from hpc_swe.config.settings import RunConfig
+from hpc_swe.launch import watch
+from hpc_swe.launch.view import RunView
+from hpc_swe.view.evaluation.progress import episodes
 
 
 def of_stage(overrides: Sequence[str], files: Sequence[str]) -> Iterator[str]:

@@ -18,16 +18,16 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
-from hpc_swe import cli, intervals, tables
-from hpc_swe import config as configuration
+from hpc_swe.base import cli, intervals, tables
+from hpc_swe.base.errors import HpcSweError
+from hpc_swe.base.records import Message
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import evals
+from hpc_swe.base.store.evals import Attempt
+from hpc_swe.config import config as configuration
+from hpc_swe.config.tokenization import token_builder
 from hpc_swe.demo import model
 from hpc_swe.demo.__main__ import DECODINGS, newest
-from hpc_swe.errors import HpcSweError
-from hpc_swe.records import Message
-from hpc_swe.rundir import RunDir
-from hpc_swe.store import evals
-from hpc_swe.store.evals import Attempt
-from hpc_swe.tokenization import token_builder
 from tests.bench import locks
 
 ARMS = ("pdb", "rewrite")

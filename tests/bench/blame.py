@@ -14,17 +14,17 @@ from pathlib import Path
 
 import msgspec
 
-from hpc_swe.plugins.agents.base import Chat, Result
-from hpc_swe.plugins.graders.base import Grader
-from hpc_swe.plugins.graders.pytest import Pytest
-from hpc_swe.plugins.graders.swebench import Swebench
-from hpc_swe.plugins.sandboxes.apptainer import Apptainer
-from hpc_swe.plugins.sandboxes.base import Sandbox
-from hpc_swe.records import ExitStatus, RolloutRequest, Sampling, Score, Task
+from hpc_swe.agents.loops.base import Chat, Result
+from hpc_swe.agents.sandboxes.apptainer import Apptainer
+from hpc_swe.agents.sandboxes.base import Sandbox
+from hpc_swe.base.records import ExitStatus, RolloutRequest, Sampling, Score, Task
+from hpc_swe.config.settings import RewardConfig, RolloutConfig
 from hpc_swe.roles.reward import worker as reward
 from hpc_swe.roles.rollout import episode
 from hpc_swe.roles.rollout.recorder import Recorder
-from hpc_swe.settings import RewardConfig, RolloutConfig
+from hpc_swe.tasks.graders.base import Grader
+from hpc_swe.tasks.graders.pytest import Pytest
+from hpc_swe.tasks.graders.swebench import Swebench
 from tests.bench.exploit_world import make_world
 from tests.kit.cheats.cheat_task import RIGHT, TASK
 from tests.kit.checkout import IMAGES

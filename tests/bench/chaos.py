@@ -26,10 +26,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpc_swe.processes import start_time
-from hpc_swe.rundir import RunDir
-from hpc_swe.runs import existing
-from hpc_swe.store import weights
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import weights
+from hpc_swe.cluster.processes import start_time
+from hpc_swe.launch import existing
 from tests.kit.books import Books
 from tests.kit.checkout import ROOT
 from tests.kit.run_processes import Process, family, temporary

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hpc_swe import cli, tables
-from hpc_swe.plugins.advantages.grpo import Grpo
-from hpc_swe.plugins.policies.base import LossConfig, OptimizerConfig, TrainedTokens
+from hpc_swe.base import cli, tables
+from hpc_swe.models.advantages.grpo import Grpo
+from hpc_swe.models.policies.base import LossConfig, OptimizerConfig, TrainedTokens
 from hpc_swe.roles.coordinator.packing import split, token_weights
 from hpc_swe.roles.learner.loss import PolicyObjective
 

@@ -19,13 +19,26 @@ from pathlib import Path
 
 os.environ |= {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
-from hpc_swe.conversation import TokenBuilder
-from hpc_swe.metrics import Log
-from hpc_swe.plugins.advantages.grpo import Grpo
-from hpc_swe.plugins.agents.base import Chat, Result
-from hpc_swe.plugins.sandboxes.base import Sandbox, Sandboxes
-from hpc_swe.plugins.sandboxes.process import Process
-from hpc_swe.records import ExitStatus, Message, Role, Sampling, Score, Task, WeightVersion
+from hpc_swe.agents.chat import TokenBuilder
+from hpc_swe.agents.loops.base import Chat, Result
+from hpc_swe.agents.sandboxes.base import Sandbox, Sandboxes
+from hpc_swe.agents.sandboxes.process import Process
+from hpc_swe.base.metrics import Log
+from hpc_swe.base.records import ExitStatus, Message, Role, Sampling, Score, Task, WeightVersion
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import weights
+from hpc_swe.base.store.lease import Lease
+from hpc_swe.config.settings import (
+    BatchesConfig,
+    CoordinatorConfig,
+    EvalConfig,
+    GroupsConfig,
+    LeaseConfig,
+    RetentionConfig,
+    RewardConfig,
+    RolloutConfig,
+)
+from hpc_swe.models.advantages.grpo import Grpo
 from hpc_swe.roles.coordinator.batches import BatchSettings
 from hpc_swe.roles.coordinator.dispatch import RequestPlan
 from hpc_swe.roles.coordinator.evaluation import Evaluator
@@ -38,19 +51,6 @@ from hpc_swe.roles.rollout.endpoints import Endpoints
 from hpc_swe.roles.rollout.episode import RolloutResources as RolloutMeans
 from hpc_swe.roles.rollout.sampler import Sampler
 from hpc_swe.roles.rollout.worker import worker as rollout_worker
-from hpc_swe.rundir import RunDir
-from hpc_swe.settings import (
-    BatchesConfig,
-    CoordinatorConfig,
-    EvalConfig,
-    GroupsConfig,
-    LeaseConfig,
-    RetentionConfig,
-    RewardConfig,
-    RolloutConfig,
-)
-from hpc_swe.store import weights
-from hpc_swe.store.lease import Lease
 from tests.kit import coordinator_kit
 from tests.kit.stage import TASK
 from tests.kit.toy_engine import ToyEngine

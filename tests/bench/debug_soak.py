@@ -26,14 +26,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from hpc_swe.errors import SandboxError
-from hpc_swe.plugins import patch
-from hpc_swe.plugins.agents.base import Reply
-from hpc_swe.plugins.agents.tool_agent import ToolAgent
-from hpc_swe.plugins.sandboxes._session import end_namespace, namespace_pids
-from hpc_swe.plugins.sandboxes.base import Sandbox
-from hpc_swe.processes import descendants, start_time
-from hpc_swe.records import Message, Task, ToolCall
+from hpc_swe.agents.loops.base import Reply
+from hpc_swe.agents.loops.tool_agent import ToolAgent
+from hpc_swe.agents.sandboxes._session import end_namespace, namespace_pids
+from hpc_swe.agents.sandboxes.base import Sandbox
+from hpc_swe.base.errors import SandboxError
+from hpc_swe.base.records import Message, Task, ToolCall
+from hpc_swe.cluster.processes import descendants, start_time
+from hpc_swe.tasks import patch
 from tests.kit.checkout import environment
 from tests.kit.debugging import CALC, TESTS, made, task
 

@@ -11,15 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from hpc_swe import cli, tables
-from hpc_swe.plugins.advantages.grpo import Grpo
-from hpc_swe.records import CoordinatorState
+from hpc_swe.base import cli, tables
+from hpc_swe.base.records import CoordinatorState
+from hpc_swe.config.settings import BatchesConfig, GroupsConfig
+from hpc_swe.models.advantages.grpo import Grpo
 from hpc_swe.roles.coordinator import batches
 from hpc_swe.roles.coordinator.batches import BatchSettings, GroupDecision
 from hpc_swe.roles.coordinator.dispatch import dispatch_end
 from hpc_swe.roles.coordinator.groups import Group, Member
 from hpc_swe.roles.coordinator.training import AHEAD
-from hpc_swe.settings import BatchesConfig, GroupsConfig
 from tests.kit.made_episodes import scored
 
 STEPS, SLOTS, SIZE, TRAIN_S, SEEDS = 40, 32, 8, 0.4, 3

@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from hpc_swe import config as configuration
-from hpc_swe.plugins.hidden_tests import with_versions
-from hpc_swe.plugins.sandboxes.base import Sandboxes
-from hpc_swe.records import Task
+from hpc_swe.agents.sandboxes.base import Sandboxes
+from hpc_swe.base.records import Task
+from hpc_swe.config import config as configuration
+from hpc_swe.tasks.hidden_tests import with_versions
 
 SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 

@@ -14,8 +14,9 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from hpc_swe.plugins import Plugin, patch
-from hpc_swe.records import Message, Split, Task, TestPlan, ToolCall
+from hpc_swe.base.loader import Plugin
+from hpc_swe.base.records import Message, Split, Task, TestPlan, ToolCall
+from hpc_swe.tasks import patch
 
 KEY, LOCK, TEST = "key", "lock.py", "test_lock.py"
 PROMPT = f"{TEST} fails: {KEY} is stale."

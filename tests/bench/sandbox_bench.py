@@ -21,9 +21,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from hpc_swe.plugins.sandboxes.apptainer import Apptainer
-from hpc_swe.processes import descendants
-from hpc_swe.records import Task, TestPlan
+from hpc_swe.agents.sandboxes.apptainer import Apptainer
+from hpc_swe.base.records import Task, TestPlan
+from hpc_swe.cluster.processes import descendants
 
 COLD, TOGETHER = 5, 8
 LOOK = "git status --short"

@@ -1,6 +1,6 @@
 """A run of thousands of workers in virtual time: python -m tests.bench.simulate --workers 64 4096.
 
-Every worker lists, reaches, rests and is woken as hpc_swe/store has it: the order in which it reaches for
+Every worker lists, reaches, rests and is woken as hpc_swe/base/store says: the order in which it reaches for
 messages, its tries and its rests are that very code. Only calls are played: each takes its time, and between
 a worker's listing and its rename others come first. The coordinator is one process that makes its calls one
 after the other. One in four workers grades; nobody dies.
@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from hpc_swe.store.spool import TRIES, rotated
-from hpc_swe.store.worker import MAX_SLOWDOWN, Backoff
+from hpc_swe.base.store.spool import TRIES, rotated
+from hpc_swe.roles.worker import MAX_SLOWDOWN, Backoff
 
 PAGE = 500  # names that one getdents64 gives
 CHANGES_PER_ASK, CHANGES_PER_PUT, CHANGES_PER_BEAT, AHEAD = 2, 3, 2, 4
@@ -125,7 +125,7 @@ class World:
 
 
 class Worker:
-    """Plays hpc_swe.store.worker.Worker: `_iterate`, `_claim`, and the wait between two rounds."""
+    """Plays hpc_swe.roles.worker.Worker: `_iterate`, `_claim`, and the wait between two rounds."""
 
     def __init__(self, world: World, role: str, results: Callable[[int], None]) -> None:
         settings = world.settings

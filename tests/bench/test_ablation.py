@@ -8,10 +8,11 @@ from contextlib import ExitStack
 
 import pytest
 
-from hpc_swe import config as configuration
+from hpc_swe.agents.tools.base import Opened, ToolError, invoke
+from hpc_swe.base.loader import load
+from hpc_swe.config import config as configuration
 from hpc_swe.demo import model
-from hpc_swe.plugins import load, patch
-from hpc_swe.plugins.tools.base import Opened, ToolError, invoke
+from hpc_swe.tasks import patch
 from tests.bench import ablation, locks
 from tests.kit import debugging
 

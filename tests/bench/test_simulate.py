@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc_swe.store.worker import FIRST_PAUSE_S, MAX_SLOWDOWN, Backoff
+from hpc_swe.roles.worker import FIRST_PAUSE_S, MAX_SLOWDOWN, Backoff
 from tests.bench.simulate import Settings, simulate
 
 

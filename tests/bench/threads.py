@@ -18,10 +18,10 @@ from pathlib import Path
 
 import numpy
 
-from hpc_swe import tables
-from hpc_swe.plugins import load
-from hpc_swe.plugins.sandboxes.base import Sandboxes
-from hpc_swe.records import Task
+from hpc_swe.agents.sandboxes.base import Sandboxes
+from hpc_swe.base import tables
+from hpc_swe.base.loader import load
+from hpc_swe.base.records import Task
 from tests.kit.checkout import IMAGES
 from tests.kit.debugging import session, task
 

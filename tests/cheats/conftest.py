@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import pytest
 
-from hpc_swe.plugins.graders.pytest import Pytest
-from hpc_swe.plugins.patch import difference
-from hpc_swe.plugins.sandboxes.apptainer import Apptainer
-from hpc_swe.plugins.sandboxes.base import Sandboxes
-from hpc_swe.plugins.sandboxes.process import Process
-from hpc_swe.records import Score, Task
+from hpc_swe.agents.sandboxes.apptainer import Apptainer
+from hpc_swe.agents.sandboxes.base import Sandboxes
+from hpc_swe.agents.sandboxes.process import Process
+from hpc_swe.base.records import Score, Task
+from hpc_swe.tasks.graders.pytest import Pytest
+from hpc_swe.tasks.patch import difference
 from tests.kit.cheats.cheat_task import TASK
 from tests.kit.checkout import IMAGES
 

@@ -6,14 +6,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hpc_swe.plugins.graders._exam import Exam, TestReport
-from hpc_swe.plugins.graders._runner import plain
-from hpc_swe.plugins.graders._sealed import seal
-from hpc_swe.plugins.graders.pytest import Pytest
-from hpc_swe.plugins.patch import difference
-from hpc_swe.plugins.sandboxes.process import Process
-from hpc_swe.plugins.tasksets.programs import Programs
-from hpc_swe.records import Task, TestPlan
+from hpc_swe.agents.sandboxes.process import Process
+from hpc_swe.base.records import Task, TestPlan
+from hpc_swe.tasks.graders._exam import Exam, TestReport
+from hpc_swe.tasks.graders._runner import plain
+from hpc_swe.tasks.graders._sealed import seal
+from hpc_swe.tasks.graders.pytest import Pytest
+from hpc_swe.tasks.patch import difference
+from hpc_swe.tasks.sets.programs import Programs
 
 BROKEN = "def f(n):\n    return n * 2\n"
 RIGHT = "def f(n):\n    return n * 3\n"

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from hpc_swe.plugins.graders import _code
+from hpc_swe.tasks.graders import _code
 from tests.kit.cheats.cheat_task import TASK
 from tests.kit.waiting import until
 

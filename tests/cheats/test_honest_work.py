@@ -2,9 +2,9 @@
 
 import pytest
 
-from hpc_swe.plugins.graders.pytest import Pytest
-from hpc_swe.plugins.graders.swebench import Swebench
-from hpc_swe.plugins.sandboxes.process import Process
+from hpc_swe.agents.sandboxes.process import Process
+from hpc_swe.tasks.graders.pytest import Pytest
+from hpc_swe.tasks.graders.swebench import Swebench
 from tests.kit.cheats.honest_submissions import BY_RULE, SUBMISSIONS
 from tests.kit.cheats.honest_suites import SUITES
 from tests.kit.cheats.honest_tasks import WORK, of_files, of_repository

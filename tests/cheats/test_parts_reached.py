@@ -2,8 +2,8 @@
 
 import pytest
 
-from hpc_swe.plugins.graders.pytest import Pytest
-from hpc_swe.plugins.patch import difference
+from hpc_swe.tasks.graders.pytest import Pytest
+from hpc_swe.tasks.patch import difference
 from tests.cheats.test_guard_reached import BLINDS, RIGHT
 from tests.cheats.test_unsealed import FALSE, unsealed
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_swe.plugins.tasksets.programs import Programs
-from hpc_swe.records import Score, Task
+from hpc_swe.base.records import Score, Task
+from hpc_swe.tasks.sets.programs import Programs
 from tests.kit.published import taco
 
 Grade = Callable[..., Score]

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from hpc_swe.records import RunManifest
-from hpc_swe.rundir import RunDir
-from hpc_swe.store import atomic
+from hpc_swe.base.records import RunManifest
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic
 from tests.kit.checkout import ROOT
 from tests.kit.cluster.bench import Bench
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hpc_swe.evaluation.results import Summary
+from hpc_swe.view.evaluation.results import Summary
 from tests.kit.checkout import ROOT
 from tests.kit.cluster.hosts import PATIENCE_S
 from tests.kit.small_evaluation import FAILS, SOLVES, environment, make

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hpc_swe.plugins.executors.base import Submission
-from hpc_swe.plugins.executors.slurm import Resources, Slurm
-from hpc_swe.rundir import RunDir
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.cluster.executors.base import Submission
+from hpc_swe.cluster.executors.slurm import Resources, Slurm
 from tests.kit.checkout import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]

@@ -10,9 +10,9 @@ from collections import Counter
 import msgspec
 import pytest
 
-from hpc_swe.records import MetricLine
-from hpc_swe.rundir import RunDir
-from hpc_swe.store import atomic, submissions, weights
+from hpc_swe.base.records import MetricLine
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic, submissions, weights
 from tests.kit.checkout import ROOT
 from tests.kit.cluster.cluster import Cluster
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_swe.conversation import TokenBuilder
-from hpc_swe.plugins.tasksets.bugs import Bugs
+from hpc_swe.agents.chat import TokenBuilder
+from hpc_swe.tasks.sets.bugs import Bugs
 
 pytestmark = pytest.mark.slow
 

@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 
+from hpc_swe.base.errors import ConfigError
+from hpc_swe.base.store.evals import Attempt
 from hpc_swe.demo import learned
 from hpc_swe.demo.learned import ModelResult
 from hpc_swe.demo.repair import Clock, Repair, held_gpus
-from hpc_swe.errors import ConfigError
-from hpc_swe.store.evals import Attempt
 from tests.kit.checkout import ROOT, environment
 from tests.kit.toy_model import HERMES, make_model
 from tests.kit.waiting import DEADLINE_S, until

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
+from hpc_swe.base.errors import HpcSweError
 from hpc_swe.demo.__main__ import Demo, run_name
 from hpc_swe.demo.model import SIZES
 from hpc_swe.demo.stages import of_stage
-from hpc_swe.errors import HpcSweError
 from tests.kit.checkout import ROOT
 from tests.kit.run_processes import processes_of
 from tests.kit.waiting import until

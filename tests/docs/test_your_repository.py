@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hpc_swe.plugins import task_checks
-from hpc_swe.rundir import RunDir
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.tasks import task_checks
 from tests.kit.checkout import IMAGES, ROOT, environment
 
 PAGE = ROOT / "docs/your_repository.md"

@@ -56,7 +56,7 @@ CONFIGURATIONS = {
 
 def records() -> Iterator[str]:
     """Every record, with a value in every field, as the bytes that cross processes."""
-    from hpc_swe import records as module
+    from hpc_swe.base import records as module
 
     for name, kind in sorted(vars(module).items()):
         if inspect.isclass(kind) and issubclass(kind, msgspec.Struct) and kind is not module.Record:
@@ -94,8 +94,8 @@ def _plain(value: Enum) -> Any:
 
 def paths() -> Iterator[str]:
     """Every name in a run's folder."""
-    from hpc_swe.records import Role, WeightVersion
-    from hpc_swe.rundir import PROTOCOL, RunDir
+    from hpc_swe.base.records import Role, WeightVersion
+    from hpc_swe.base.rundir import PROTOCOL, RunDir
 
     run, samples = (
         RunDir(Path("/run")),
@@ -122,7 +122,7 @@ def paths() -> Iterator[str]:
 
 def run_json() -> Iterator[str]:
     """What each configuration says, with all defaults."""
-    from hpc_swe import config as configuration
+    from hpc_swe.config import config as configuration
 
     def listing(config: Any) -> Iterator[tuple[str, str]]:
         table = ""
@@ -137,7 +137,7 @@ def run_json() -> Iterator[str]:
 
 def _differences(listing: Callable[[Any], Iterable[tuple[str, str]]]) -> Iterator[str]:
     """The first configuration in full, and each other one as what it changes in the nearest before it."""
-    from hpc_swe import config as configuration
+    from hpc_swe.config import config as configuration
 
     before: dict[str, dict[str, str]] = {}
     for name, files in CONFIGURATIONS.items():
@@ -155,7 +155,7 @@ def _changes(old: dict[str, str], new: dict[str, str]) -> list[str]:
 
 def exit_codes() -> Iterator[str]:
     """Which error ends a program with which code."""
-    from hpc_swe import errors
+    from hpc_swe.base import errors
 
     for name, kind in sorted(vars(errors).items()):
         if inspect.isclass(kind) and issubclass(kind, errors.HpcSweError):
@@ -164,14 +164,14 @@ def exit_codes() -> Iterator[str]:
 
 def metrics() -> Iterator[str]:
     """Names of curves."""
-    from hpc_swe.metrics import METRICS
+    from hpc_swe.base.metrics import METRICS
 
     yield from sorted(METRICS)
 
 
 def plugins() -> Iterator[str]:
     """Each family's types, as configurations name them, and every key."""
-    from hpc_swe import keys
+    from hpc_swe.config import keys
 
     for key in keys.listed():
         yield f"{key.name} {key.kind} {key.default}"
@@ -181,7 +181,7 @@ def losses() -> Iterator[str]:
     """Loss, gradient and what is told of fixed tokens, under each objective."""
     import torch
 
-    from hpc_swe.plugins.policies.base import LossConfig
+    from hpc_swe.models.policies.base import LossConfig
     from hpc_swe.roles.learner.loss import PolicyObjective
 
     torch.manual_seed(0)
@@ -195,7 +195,7 @@ def losses() -> Iterator[str]:
 def _losses(objective: Any, tokens: Any) -> str:
     import torch
 
-    from hpc_swe.plugins.policies.base import TrainedTokens
+    from hpc_swe.models.policies.base import TrainedTokens
 
     policy = (-tokens[0].abs()).requires_grad_()
     loss, sums, largest = objective(
@@ -218,8 +218,8 @@ def _losses(objective: Any, tokens: Any) -> str:
 
 def batch_scripts() -> Iterator[str]:
     """What sbatch would be given, by role, in an environment that is the same everywhere."""
-    from hpc_swe.rundir import RunDir
-    from hpc_swe.runs import preview
+    from hpc_swe.base.rundir import RunDir
+    from hpc_swe.launch import preview
 
     def listing(config: Any) -> Iterator[tuple[str, str]]:
         for script in preview.scripts(RunDir(Path("/shared/run")), config):
@@ -234,8 +234,8 @@ def batch_scripts() -> Iterator[str]:
 
 def estimates() -> Iterator[str]:
     """The tables of a dry run for a dense model and one with experts."""
-    from hpc_swe import config as configuration
-    from hpc_swe.runs import preview
+    from hpc_swe.config import config as configuration
+    from hpc_swe.launch import preview
 
     for name, shape in SHAPES.items():
         with tempfile.TemporaryDirectory() as folder:
@@ -248,10 +248,10 @@ def estimates() -> Iterator[str]:
 
 def status() -> Iterator[str]:
     """The screen of a run, at two widths."""
-    from hpc_swe.plugins.executors.base import Job
-    from hpc_swe.records import Endpoint, RoleStatus, StatusReport, WeightVersion
-    from hpc_swe.runs.view import Queue, RunView
-    from hpc_swe.status import render
+    from hpc_swe.base.records import Endpoint, RoleStatus, StatusReport, WeightVersion
+    from hpc_swe.cluster.executors.base import Job
+    from hpc_swe.launch.view import Queue, RunView
+    from hpc_swe.view.status import render
 
     desired = {"coordinator": 1, "learner": 1, "inference": 4, "rollout": 16, "reward": 4}
     new, old = WeightVersion(incarnation=1, step=12), WeightVersion(incarnation=1, step=11)

@@ -29,13 +29,13 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from hpc_swe import cli
-from hpc_swe.errors import EngineError
-from hpc_swe.plugins.engines.base import FALLBACK, Weights
-from hpc_swe.plugins.engines.vllm import Vllm
-from hpc_swe.plugins.policies.base import LossConfig, OptimizerConfig
-from hpc_swe.plugins.policies.megatron import Megatron
-from hpc_swe.records import FREE, Batch, MicroBatch, Sampling, WeightVersion, floats, ids
+from hpc_swe.base import cli
+from hpc_swe.base.errors import EngineError
+from hpc_swe.base.records import FREE, Batch, MicroBatch, Sampling, WeightVersion, floats, ids
+from hpc_swe.models.engines.base import FALLBACK, Weights
+from hpc_swe.models.engines.vllm import Vllm
+from hpc_swe.models.policies.base import LossConfig, OptimizerConfig
+from hpc_swe.models.policies.megatron import Megatron
 from hpc_swe.roles.learner.loss import PolicyObjective
 from hpc_swe.roles.learner.publish import Publisher, Snapshots
 from tests.kit.engine_kit import CPU, TOKEN, make_run, serving, verified

@@ -30,8 +30,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from hpc_swe import cli, gpus
-from hpc_swe.plugins.policies._megatron.flash_attention import Facts, describe
+from hpc_swe.base import cli
+from hpc_swe.cluster import gpus
+from hpc_swe.models.policies._megatron.kernels.flash_attention import Facts, describe
 from tests.kit.random_model import save_random
 from tests.kit.ranks import gang, tiny
 

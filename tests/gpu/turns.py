@@ -21,13 +21,13 @@ from pathlib import Path
 
 import torch
 
-from hpc_swe import cli, metrics, plugins
-from hpc_swe import config as configuration
-from hpc_swe.benchmarks import limits
+from hpc_swe.base import cli, loader, metrics
+from hpc_swe.base.errors import HpcSweError
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.config import config as configuration
 from hpc_swe.demo import model as demo_model
-from hpc_swe.errors import HpcSweError
-from hpc_swe.rundir import RunDir
-from hpc_swe.runs import control, watch
+from hpc_swe.launch import control, watch
+from hpc_swe.view.benchmarks import limits
 
 CUDA = torch.cuda.is_available()
 STEPS, LIMIT_S = 3, float(os.environ.get("LIMIT_S", "150"))
@@ -47,7 +47,7 @@ SLEEP = re.compile(r"leep|wake|fall asleep|KV cache|[Gg]raph|raise |Error")
 
 def make_model(folder: Path, shape: str) -> None:
     """Make a model with random weights and the demo's tokenizer."""
-    talks = plugins.load("tasksets", {"type": "bugs"}).demonstrations(seed=0)
+    talks = loader.load("tasksets", {"type": "bugs"}).demonstrations(seed=0)
     sizes = SHAPES[shape] | {"dtype": "bfloat16" if CUDA else "float32"}
     with torch.device("cuda" if CUDA else "cpu"):
         print(f"{shape}: {demo_model.make(folder, islice(talks, 300), 0, **sizes)}", flush=True)

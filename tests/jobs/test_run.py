@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc_swe.errors import ConfigError, StorageError
-from hpc_swe.processes import MEETING
-from hpc_swe.rundir import RunDir
+from hpc_swe.base.errors import ConfigError, StorageError
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.cluster.processes import MEETING
 from jobs import heartbeat
 from jobs.run import Gang, supervise
 from tests.kit.checkout import ROOT

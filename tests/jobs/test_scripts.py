@@ -14,11 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hpc_swe import config as configuration
-from hpc_swe.drawing import Drawing
-from hpc_swe.metrics import Log
+from hpc_swe.base.drawing import Drawing
+from hpc_swe.base.metrics import Log
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.config import config as configuration
 from hpc_swe.roles.inference.supervisor import free_port
-from hpc_swe.rundir import RunDir
 from tests.kit.checkout import ROOT
 
 SCRIPTS = sorted(path for path in (ROOT / "sbatch").iterdir() if path.suffix in (".sh", ".sbatch"))

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from hpc_swe import config as configuration
-from hpc_swe.errors import NodeError, StuckRun
-from hpc_swe.processes import MEETING
-from hpc_swe.rundir import RunDir
-from hpc_swe.store import atomic, supervision
-from hpc_swe.store.supervision import StuckProcess, Verdict
+from hpc_swe.base.errors import NodeError, StuckRun
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic, supervision
+from hpc_swe.base.store.supervision import StuckProcess, Verdict
+from hpc_swe.cluster.processes import MEETING
+from hpc_swe.config import config as configuration
 from jobs import stacks
 from jobs.run import STUCK, Gang, await_end, supervise
 from jobs.supervision import VerdictReader
@@ -124,7 +124,8 @@ def test_verdicts_about_others_and_from_before_are_nobody_s_order(run, tmp_path)
 def test_a_coordinator_whose_main_loop_stands_still_is_found_by_its_keeper(run, tmp_path):
     """It beats on; the second start turns its loop until it ends."""
     lives = (
-        "from pathlib import Path; from hpc_swe.rundir import RunDir; from hpc_swe.store.lease import Lease\n"
+        "from pathlib import Path; from hpc_swe.base.rundir import RunDir\n"
+        "from hpc_swe.base.store.lease import Lease\n"
         "with Lease(RunDir(Path(sys.argv[2])), 'coordinator', '1', 0.2) as lease:\n"
         "    for _ in range(80 if n else 10): lease.turn(); time.sleep(0.1)\n"
         "    if not n: time.sleep(600)\n"

@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton", reason="tests/kit/install_triton.sh installs it")
 
-from hpc_swe.plugins.digest_kernels import RectangleSums, weighted_sums  # noqa: E402
-from hpc_swe.plugins.tensor_delta import Digests, Rectangle, integers  # noqa: E402
+from hpc_swe.models.deltas.digest_kernels import RectangleSums, weighted_sums  # noqa: E402
+from hpc_swe.models.deltas.tensor_delta import Digests, Rectangle, integers  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

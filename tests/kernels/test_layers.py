@@ -9,7 +9,7 @@ from torch.func import vjp
 pytest.importorskip("triton", reason="tests/kit/install_triton.sh installs it")
 pytest.importorskip("megatron.core")
 
-from hpc_swe.plugins.policies._megatron import kernels, triton_kernels  # noqa: E402
+from hpc_swe.models.policies._megatron.kernels import kernels, triton_kernels  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NEAR = {torch.float32: 2e-6, torch.bfloat16: 1e-2}

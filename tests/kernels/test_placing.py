@@ -7,11 +7,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="tests/kit/install_triton.sh installs it")
 
-from hpc_swe.plugins import delta_kernels  # noqa: E402
-from hpc_swe.plugins.engines._vllm_copies import Copy, LoaderCopies  # noqa: E402
-from hpc_swe.plugins.engines._vllm_files import Delta  # noqa: E402
-from hpc_swe.plugins.placing_kernels import MemoryTables, moved, place_all  # noqa: E402
-from hpc_swe.plugins.tensor_delta import Changes, Rectangle, encode, integers  # noqa: E402
+from hpc_swe.models.deltas import delta_kernels  # noqa: E402
+from hpc_swe.models.deltas.placing_kernels import MemoryTables, moved, place_all  # noqa: E402
+from hpc_swe.models.deltas.tensor_delta import Changes, Rectangle, encode, integers  # noqa: E402
+from hpc_swe.models.engines._vllm_copies import Copy, LoaderCopies  # noqa: E402
+from hpc_swe.models.engines._vllm_files import Delta  # noqa: E402
 from tests.kernels.test_deltas import cases, stepped  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from hpc_swe.records import Batch, BatchManifest, ScoredEpisode, WeightVersion
+from hpc_swe.base.records import Batch, BatchManifest, ScoredEpisode, WeightVersion
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic, folders, weights
+from hpc_swe.config.settings import RunConfig
 from hpc_swe.roles.coordinator import archive
 from hpc_swe.roles.coordinator.samples import make_samples
-from hpc_swe.rundir import RunDir
-from hpc_swe.settings import RunConfig
-from hpc_swe.store import atomic, folders, weights
 
 Tokens = Counter[tuple[bytes, bytes, bytes]]
 """How often each sequence is there: its ids, the mask of those that are trained, their log-probabilities."""

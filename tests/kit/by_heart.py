@@ -4,9 +4,9 @@ import dataclasses
 
 from msgspec.structs import replace
 
-from hpc_swe.plugins.engines.base import Weights
-from hpc_swe.plugins.engines.scripted import Scripted
-from hpc_swe.records import ProbeScore, WeightVersion
+from hpc_swe.base.records import ProbeScore, WeightVersion
+from hpc_swe.models.engines.base import Weights
+from hpc_swe.models.engines.scripted import Scripted
 
 
 class ByHeart(Scripted, frozen=True, kw_only=True):

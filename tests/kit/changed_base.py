@@ -18,8 +18,8 @@ from vllm.distributed import init_distributed_environment, initialize_model_para
 from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from hpc_swe.plugins.engines import _vllm_worker as worker
-from hpc_swe.plugins.tensor_delta import Digests, text
+from hpc_swe.models.deltas.tensor_delta import Digests, text
+from hpc_swe.models.engines import _vllm_worker as worker
 
 OLD = torch.linspace(-1, 1, 4000, dtype=torch.bfloat16).view(40, 100)
 

@@ -14,8 +14,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from hpc_swe.plugins import delta_kernels, digest_kernels, placing_kernels
-from hpc_swe.plugins.policies._megatron import triton_kernels
+from hpc_swe.models.deltas import delta_kernels, digest_kernels, placing_kernels
+from hpc_swe.models.policies._megatron.kernels import triton_kernels
 
 MODULES = delta_kernels, digest_kernels, placing_kernels, triton_kernels
 CALLED = {"_larger", "_gaps", "_values", "_place", "_weights", "_angles"}

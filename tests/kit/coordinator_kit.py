@@ -3,10 +3,9 @@
 import hashlib
 from functools import partial
 
-from hpc_swe import records
-from hpc_swe.metrics import Log
-from hpc_swe.plugins.advantages.grpo import Grpo
-from hpc_swe.records import (
+from hpc_swe.base import records
+from hpc_swe.base.metrics import Log
+from hpc_swe.base.records import (
     BatchManifest,
     CheckpointManifest,
     Episode,
@@ -23,15 +22,11 @@ from hpc_swe.records import (
     WeightManifest,
     WeightVersion,
 )
-from hpc_swe.roles.coordinator import batches
-from hpc_swe.roles.coordinator.batches import BatchSettings
-from hpc_swe.roles.coordinator.curriculum import TaskPlan, WeightedTasks
-from hpc_swe.roles.coordinator.dispatch import RequestPlan
-from hpc_swe.roles.coordinator.evaluation import Evaluator
-from hpc_swe.roles.coordinator.maintenance import Maintenance
-from hpc_swe.roles.coordinator.training import Training
-from hpc_swe.rundir import RunDir
-from hpc_swe.settings import (
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import folders, weights
+from hpc_swe.base.store.spool import Spool
+from hpc_swe.base.store.task_history import RunHistory
+from hpc_swe.config.settings import (
     BatchesConfig,
     CurriculumConfig,
     EvalConfig,
@@ -39,9 +34,14 @@ from hpc_swe.settings import (
     LeaseConfig,
     RetentionConfig,
 )
-from hpc_swe.store import folders, weights
-from hpc_swe.store.spool import Spool
-from hpc_swe.store.task_history import RunHistory
+from hpc_swe.models.advantages.grpo import Grpo
+from hpc_swe.roles.coordinator import batches
+from hpc_swe.roles.coordinator.batches import BatchSettings
+from hpc_swe.roles.coordinator.curriculum import TaskPlan, WeightedTasks
+from hpc_swe.roles.coordinator.dispatch import RequestPlan
+from hpc_swe.roles.coordinator.evaluation import Evaluator
+from hpc_swe.roles.coordinator.maintenance import Maintenance
+from hpc_swe.roles.coordinator.training import Training
 
 STEPS = 3
 NEVER_OLD = 99

@@ -11,10 +11,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from hpc_swe.errors import SandboxError
-from hpc_swe.plugins.sandboxes.apptainer import Apptainer
-from hpc_swe.plugins.sandboxes.base import CommandResult, Sandbox
-from hpc_swe.records import Task, TestPlan
+from hpc_swe.agents.sandboxes.apptainer import Apptainer
+from hpc_swe.agents.sandboxes.base import CommandResult, Sandbox
+from hpc_swe.base.errors import SandboxError
+from hpc_swe.base.records import Task, TestPlan
 from tests.kit.waiting import until
 
 MOST = 4096

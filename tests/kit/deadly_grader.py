@@ -4,9 +4,9 @@ import os
 import signal
 from pathlib import Path
 
-from hpc_swe.plugins import Plugin
-from hpc_swe.plugins.sandboxes.base import Sandboxes
-from hpc_swe.records import Score, Task
+from hpc_swe.agents.sandboxes.base import Sandboxes
+from hpc_swe.base.loader import Plugin
+from hpc_swe.base.records import Score, Task
 
 
 class Deadly(Plugin, frozen=True, kw_only=True):

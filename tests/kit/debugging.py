@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from hpc_swe.plugins import load
-from hpc_swe.plugins.sandboxes.base import Sandbox, Sandboxes
-from hpc_swe.plugins.tools.base import Opened, ToolError, invoke
-from hpc_swe.records import Task, TestPlan
+from hpc_swe.agents.sandboxes.base import Sandbox, Sandboxes
+from hpc_swe.agents.tools.base import Opened, ToolError, invoke
+from hpc_swe.base.loader import load
+from hpc_swe.base.records import Task, TestPlan
 from tests.kit.checkout import IMAGES
 
 CALC = '''"""Sums of numbers.

@@ -14,12 +14,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from hpc_swe.errors import CorruptRecord
-from hpc_swe.plugins import Plugin, dump
-from hpc_swe.plugins.engines.base import Weights
-from hpc_swe.plugins.engines.vllm import Vllm
-from hpc_swe.processes import free_port
-from hpc_swe.records import (
+from hpc_swe.base.errors import CorruptRecord
+from hpc_swe.base.loader import Plugin, dump
+from hpc_swe.base.records import (
     Node,
     ProbeScore,
     TensorInfo,
@@ -29,9 +26,12 @@ from hpc_swe.records import (
     float_array,
     id_array,
 )
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic, folders
+from hpc_swe.cluster.processes import free_port
+from hpc_swe.models.engines.base import Weights
+from hpc_swe.models.engines.vllm import Vllm
 from hpc_swe.roles.inference.child import Child
-from hpc_swe.rundir import RunDir
-from hpc_swe.store import atomic, folders
 from tests.kit.checkout import environment
 from tests.kit.random_model import save_random
 from tests.kit.waiting import DEADLINE_S
@@ -138,7 +138,7 @@ def publish_delta(run: RunDir, models: tuple[Path, Path], version: WeightVersion
     import torch
     from safetensors.torch import load_file, save_file
 
-    from hpc_swe.plugins.tensor_delta import Digests, encode, text
+    from hpc_swe.models.deltas.tensor_delta import Digests, encode, text
 
     old, new = (load_file(model / "model.safetensors") for model in models)
     computer = Digests(torch.device("cpu"))
@@ -174,8 +174,8 @@ def publish_adapters(run: RunDir, model: Path, version: WeightVersion) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    from hpc_swe.plugins.low_rank import ADAPTER_CONFIG, ADAPTER_TENSORS, Factors
-    from hpc_swe.plugins.tensor_delta import Digests, text
+    from hpc_swe.models.deltas.low_rank import ADAPTER_CONFIG, ADAPTER_TENSORS, Factors
+    from hpc_swe.models.deltas.tensor_delta import Digests, text
 
     name = "model.layers.0.mlp.down_proj"
     tensors = load_file(model / "model.safetensors")

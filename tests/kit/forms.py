@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
 
-from hpc_swe.conversation import TokenBuilder
+from hpc_swe.agents.chat import TokenBuilder
 from hpc_swe.demo.model import TEMPLATE as DEMO
 from tests.kit.toy_model import CONTROL, HERMES, THINKING, XML, make_model, tokenizer_json
 

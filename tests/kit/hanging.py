@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from hpc_swe.plugins.engines.scripted import Scripted
-from hpc_swe.plugins.policies.base import Kept, Learner, Objective, OptimizerConfig
-from hpc_swe.plugins.policies.megatron import Megatron
-from hpc_swe.plugins.sandboxes.base import Sandbox
-from hpc_swe.records import Batch, Task
+from hpc_swe.agents.sandboxes.base import Sandbox
+from hpc_swe.base.records import Batch, Task
+from hpc_swe.models.engines.scripted import Scripted
+from hpc_swe.models.policies.base import Kept, Learner, Objective, OptimizerConfig
+from hpc_swe.models.policies.megatron import Megatron
 from tests.kit.toy import Checkout
 
 

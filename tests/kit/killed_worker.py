@@ -4,7 +4,7 @@ import sys
 import time
 from pathlib import Path
 
-from hpc_swe.records import ExitStatus
+from hpc_swe.base.records import ExitStatus
 from tests.kit.stage import Doing, company
 
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from hpc_swe import records
-from hpc_swe.records import (
+from hpc_swe.base import records
+from hpc_swe.base.records import (
     Episode,
     ExitStatus,
     RolloutRequest,

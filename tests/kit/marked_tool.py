@@ -2,9 +2,9 @@
 
 from typing import ClassVar, Literal
 
-from hpc_swe.plugins import Plugin
-from hpc_swe.plugins.sandboxes.base import Sandbox
-from hpc_swe.records import Task
+from hpc_swe.agents.sandboxes.base import Sandbox
+from hpc_swe.base.loader import Plugin
+from hpc_swe.base.records import Task
 
 
 class Hostile(Plugin, frozen=True, kw_only=True):

@@ -14,8 +14,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.model_loader.utils import initialize_model
 
-from hpc_swe.plugins.engines._vllm_copies import require_plain
-from hpc_swe.processes import free_port
+from hpc_swe.cluster.processes import free_port
+from hpc_swe.models.engines._vllm_copies import require_plain
 
 
 def refusal(model: torch.nn.Module) -> str:

@@ -3,10 +3,10 @@
 import threading
 from dataclasses import dataclass, field
 
-from hpc_swe.errors import ConfigError, SchedulerError
-from hpc_swe.plugins.executors.base import Job
-from hpc_swe.plugins.policies.megatron import Megatron
-from hpc_swe.settings import InferenceConfig, LearnerConfig, LeaseConfig
+from hpc_swe.base.errors import ConfigError, SchedulerError
+from hpc_swe.cluster.executors.base import Job
+from hpc_swe.config.settings import InferenceConfig, LearnerConfig, LeaseConfig
+from hpc_swe.models.policies.megatron import Megatron
 
 
 @dataclass

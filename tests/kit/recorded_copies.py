@@ -21,10 +21,10 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import qwen2, qwen3_moe  # noqa: F401
 
-from hpc_swe.plugins.engines._vllm_copies import LoaderCopies, Patch
-from hpc_swe.plugins.engines._vllm_files import Delta
-from hpc_swe.plugins.tensor_delta import Digests, encode
-from hpc_swe.processes import free_port
+from hpc_swe.cluster.processes import free_port
+from hpc_swe.models.deltas.tensor_delta import Digests, encode
+from hpc_swe.models.engines._vllm_copies import LoaderCopies, Patch
+from hpc_swe.models.engines._vllm_files import Delta
 
 SIZE = 2
 

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpc_swe.conversation import TokenBuilder
-from hpc_swe.records import Endpoint, EndpointTable, Node, RolloutRequest, Sampling, WeightVersion
+from hpc_swe.agents.chat import TokenBuilder
+from hpc_swe.base.records import Endpoint, EndpointTable, Node, RolloutRequest, Sampling, WeightVersion
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic
+from hpc_swe.config.settings import RolloutConfig
 from hpc_swe.roles.rollout.endpoints import Endpoints
 from hpc_swe.roles.rollout.openai_server import ServedRecorder
 from hpc_swe.roles.rollout.sampler import PART, Sampler
-from hpc_swe.rundir import RunDir
-from hpc_swe.settings import RolloutConfig
-from hpc_swe.store import atomic
 from tests.kit.toy_engine import ToyEngine
 
 V1 = WeightVersion(step=1)

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import msgspec
 
-from hpc_swe import config as configuration
-from hpc_swe import records
-from hpc_swe.conversation import TokenBuilder
-from hpc_swe.metrics import Log
-from hpc_swe.records import (
+from hpc_swe.agents.chat import TokenBuilder
+from hpc_swe.base import records
+from hpc_swe.base.metrics import Log
+from hpc_swe.base.records import (
     Episode,
     ExitStatus,
     Message,
@@ -32,11 +31,12 @@ from hpc_swe.records import (
     VersionSpan,
     WeightVersion,
 )
+from hpc_swe.base.rundir import PROTOCOL, RunDir
+from hpc_swe.base.store import atomic, evals
+from hpc_swe.base.store.evals import Attempt
+from hpc_swe.config import config as configuration
+from hpc_swe.launch.create import encoded
 from hpc_swe.roles.coordinator import archive
-from hpc_swe.rundir import PROTOCOL, RunDir
-from hpc_swe.runs.create import encoded
-from hpc_swe.store import atomic, evals
-from hpc_swe.store.evals import Attempt
 from tests.kit.checkout import ROOT
 from tests.kit.toy_model import HERMES, make_model
 

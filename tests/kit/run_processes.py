@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_swe.processes import descendants, start_time
+from hpc_swe.cluster.processes import descendants, start_time
 
 KINDS = {
     "-m submitit.local._local": "submitit's controller",

@@ -17,11 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
-from hpc_swe.errors import SandboxError
-from hpc_swe.plugins.sandboxes._session import end_namespace, namespace_pids
-from hpc_swe.plugins.sandboxes.apptainer import Apptainer
-from hpc_swe.processes import descendants, start_time
-from hpc_swe.records import Task, TestPlan
+from hpc_swe.agents.sandboxes._session import end_namespace, namespace_pids
+from hpc_swe.agents.sandboxes.apptainer import Apptainer
+from hpc_swe.base.errors import SandboxError
+from hpc_swe.base.records import Task, TestPlan
+from hpc_swe.cluster.processes import descendants, start_time
 
 AGENT = """
 import ctypes, os, socket, subprocess, time

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import msgspec
 
-from hpc_swe import config as configuration
-from hpc_swe.conversation import TokenBuilder
+from hpc_swe.agents.chat import TokenBuilder
+from hpc_swe.config import config as configuration
+from hpc_swe.config.settings import RunConfig
 from hpc_swe.demo.model import TEMPLATE, make_tokenizer, save_model, save_tokenizer
-from hpc_swe.plugins.engines.scripted import ScriptedReply
-from hpc_swe.settings import RunConfig
+from hpc_swe.models.engines.scripted import ScriptedReply
 from tests.kit.checkout import IMAGES, ROOT, environment
 from tests.kit.toy import RECIPES
 
@@ -49,7 +49,7 @@ def make_long_model(folder: Path) -> Path:
     """
     pages = [
         path
-        for where in ("docs/*.md", "hpc_swe/*.py", "hpc_swe/runs/*.py")
+        for where in ("docs/*.md", "hpc_swe/view/*.py", "hpc_swe/launch/*.py")
         for path in sorted(ROOT.glob(where))
     ]
     texts = [path.read_text() for path in pages]

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from hpc_swe.plugins.engines._vllm_environment import TOKEN
-from hpc_swe.processes import free_port
-from hpc_swe.rundir import RunDir
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.cluster.processes import free_port
+from hpc_swe.models.engines._vllm_environment import TOKEN
 from tests.kit import checkout
 from tests.kit.checkout import ROOT
 from tests.kit.toy import RECIPES, make_repository, row, write_rows
@@ -101,7 +101,7 @@ class Small:
         """The engine as somebody else's, without routes for updates; its address."""
         port = free_port("127.0.0.1", 0)
         words = ["127.0.0.1", port, self.folder / "replies.json", self.folder / "model", 8192, "plain"]
-        line = [sys.executable, "-m", "hpc_swe.plugins.engines.scripted", *map(str, words)]
+        line = [sys.executable, "-m", "hpc_swe.models.engines.scripted", *map(str, words)]
         child = subprocess.Popen(line, cwd=ROOT, env={**os.environ, TOKEN: key})
         try:
             deadline = time.monotonic() + 180

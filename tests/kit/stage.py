@@ -6,12 +6,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_swe.conversation import TokenBuilder
-from hpc_swe.plugins.agents.base import Agent, Chat, Result
-from hpc_swe.plugins.agents.tool_agent import ToolAgent
-from hpc_swe.plugins.sandboxes.base import Sandbox, Sandboxes
-from hpc_swe.plugins.sandboxes.process import Process
-from hpc_swe.records import (
+from hpc_swe.agents.chat import TokenBuilder
+from hpc_swe.agents.loops.base import Agent, Chat, Result
+from hpc_swe.agents.loops.tool_agent import ToolAgent
+from hpc_swe.agents.sandboxes.base import Sandbox, Sandboxes
+from hpc_swe.agents.sandboxes.process import Process
+from hpc_swe.base.records import (
     Endpoint,
     EndpointTable,
     Episode,
@@ -23,16 +23,16 @@ from hpc_swe.records import (
     TestPlan,
     WeightVersion,
 )
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic
+from hpc_swe.base.store.lease import Lease
+from hpc_swe.base.store.spool import Spool
+from hpc_swe.config.settings import RolloutConfig
 from hpc_swe.roles.rollout.endpoints import Endpoints
 from hpc_swe.roles.rollout.episode import RolloutResources
 from hpc_swe.roles.rollout.sampler import Sampler
 from hpc_swe.roles.rollout.worker import worker
-from hpc_swe.rundir import RunDir
-from hpc_swe.settings import RolloutConfig
-from hpc_swe.store import atomic
-from hpc_swe.store.lease import Lease
-from hpc_swe.store.spool import Spool
-from hpc_swe.store.worker import Worker
+from hpc_swe.roles.worker import Worker
 from tests.kit.toy_engine import ToyEngine
 from tests.kit.toy_model import HERMES, make_model
 from tests.kit.waiting import DEADLINE_S, until

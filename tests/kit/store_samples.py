@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from hpc_swe.records import Manifest, RolloutRequest, Sampling
-from hpc_swe.store import folders
-from hpc_swe.store.spool import STATES, Spool
+from hpc_swe.base.records import Manifest, RolloutRequest, Sampling
+from hpc_swe.base.store import folders
+from hpc_swe.base.store.spool import STATES, Spool
 
 FILES = {"rank_0000.msgpack": b"zero" * 100, "rank_0001.msgpack": b"one" * 100}
 

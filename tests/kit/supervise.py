@@ -7,13 +7,13 @@ from pathlib import Path
 
 import msgspec
 
-from hpc_swe import plugins
-from hpc_swe.errors import HpcSweError
-from hpc_swe.gpu_turns import EngineTurn
+from hpc_swe.base import loader
+from hpc_swe.base.errors import HpcSweError
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store.lease import Lease
+from hpc_swe.cluster.gpu_turns import EngineTurn
+from hpc_swe.config.settings import InferenceConfig, LeaseConfig
 from hpc_swe.roles.inference.supervisor import Supervisor
-from hpc_swe.rundir import RunDir
-from hpc_swe.settings import InferenceConfig, LeaseConfig
-from hpc_swe.store.lease import Lease
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 settings = json.loads(sys.argv[1])
@@ -24,7 +24,7 @@ try:
         Supervisor(
             run=run,
             lease=lease,
-            engine=plugins.load("engines", settings["engine"]),
+            engine=loader.load("engines", settings["engine"]),
             config=msgspec.convert(settings["inference"], InferenceConfig),
             leases=leases,
             model=Path(settings["model"]),

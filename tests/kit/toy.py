@@ -13,11 +13,11 @@ from types import MappingProxyType
 
 import msgspec
 
-from hpc_swe.plugins import Plugin
-from hpc_swe.plugins.sandboxes.base import Clock, CommandResult, Sandbox, TreeEntry
-from hpc_swe.plugins.sandboxes.process import Process
-from hpc_swe.plugins.tasksets.swebench import Swebench
-from hpc_swe.records import Task
+from hpc_swe.agents.sandboxes.base import Clock, CommandResult, Sandbox, TreeEntry
+from hpc_swe.agents.sandboxes.process import Process
+from hpc_swe.base.loader import Plugin
+from hpc_swe.base.records import Task
+from hpc_swe.tasks.sets.swebench import Swebench
 
 BROKEN = "def add(a, b):\n    return a - b\n\n\ndef double(a):\n    return 2 * a\n"
 MENDED = BROKEN.replace("a - b", "a + b")

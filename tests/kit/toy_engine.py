@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hpc_swe.conversation import TokenBuilder
-from hpc_swe.errors import EngineError
-from hpc_swe.plugins.engines.base import NEW, Completion, Prefix
-from hpc_swe.records import IdArray, Sampling, WeightVersion
+from hpc_swe.agents.chat import TokenBuilder
+from hpc_swe.base.errors import EngineError
+from hpc_swe.base.records import IdArray, Sampling, WeightVersion
+from hpc_swe.models.engines.base import NEW, Completion, Prefix
 
 OPENING = "<|im_start|>assistant\n"
 Change = Callable[[Completion], Completion]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from hpc_swe.plugins.model_shape import ModelShape
+from hpc_swe.models.model_shape import ModelShape
 
 CONTROL = [
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>",

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.slow
 
-from hpc_swe.store import weights  # noqa: E402
+from hpc_swe.base.store import weights  # noqa: E402
 from tests.kit.run_processes import role_pids  # noqa: E402
 
 STEPS = 2

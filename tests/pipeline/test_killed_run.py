@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpc_swe.processes import descendants
-from hpc_swe.records import WeightManifest, float_array, id_array
+from hpc_swe.base.records import WeightManifest, float_array, id_array
+from hpc_swe.base.store import atomic, folders, weights
+from hpc_swe.cluster.processes import descendants
+from hpc_swe.launch import existing
 from hpc_swe.roles.coordinator.samples import make_samples
-from hpc_swe.runs import existing
-from hpc_swe.store import atomic, folders, weights
 from tests.kit.books import Books, torn
 from tests.kit.run_processes import command, processes_of, role_pids
 from tests.kit.waiting import until

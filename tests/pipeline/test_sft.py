@@ -14,12 +14,12 @@ import pytest
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.slow
 
-from hpc_swe import config as configuration  # noqa: E402
-from hpc_swe.records import WeightManifest  # noqa: E402
-from hpc_swe.rundir import RunDir  # noqa: E402
-from hpc_swe.runs import control, existing, watch  # noqa: E402
-from hpc_swe.settings import RunConfig  # noqa: E402
-from hpc_swe.store import atomic, folders, weights  # noqa: E402
+from hpc_swe.base.records import WeightManifest  # noqa: E402
+from hpc_swe.base.rundir import RunDir  # noqa: E402
+from hpc_swe.base.store import atomic, folders, weights  # noqa: E402
+from hpc_swe.config import config as configuration  # noqa: E402
+from hpc_swe.config.settings import RunConfig  # noqa: E402
+from hpc_swe.launch import control, existing, watch  # noqa: E402
 from tests.kit import hanging  # noqa: E402
 from tests.kit.checkout import ROOT  # noqa: E402
 from tests.kit.conversations import VIEW, calls, said, write  # noqa: E402

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from hpc_swe.runs import existing
-from hpc_swe.runs.view import RunReader
-from hpc_swe.store import atomic, evals, supervision
+from hpc_swe.base.store import atomic, evals, supervision
+from hpc_swe.launch import existing
+from hpc_swe.launch.view import RunReader
 from tests.kit import hanging
 from tests.kit.run_processes import processes_of
 from tests.kit.small_evaluation import Small, make

@@ -10,12 +10,12 @@ from statistics import fmean, pstdev
 
 import numpy as np
 
-from hpc_swe.records import FREE, Batch, MicroBatch, ScoredEpisode
+from hpc_swe.base.records import FREE, Batch, MicroBatch, ScoredEpisode
+from hpc_swe.config.settings import ShapingConfig
 from hpc_swe.roles.coordinator.batches import BatchPlan, GroupDecision
 from hpc_swe.roles.coordinator.groups import Group
 from hpc_swe.roles.coordinator.samples import count_sequences, sampled_tokens
 from hpc_swe.roles.coordinator.shaping import penalty
-from hpc_swe.settings import ShapingConfig
 
 Decided = list[tuple[Group, GroupDecision]]
 RECORDED = ("chains", "undelivered", "continued", "parse_errors", "context_full", "ignored_settings")

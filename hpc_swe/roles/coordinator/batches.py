@@ -11,17 +11,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
-from hpc_swe.errors import CorruptRecord, LostRace
-from hpc_swe.plugins.advantages.base import Advantage, Arranging, PerGroup
-from hpc_swe.records import Batch, BatchManifest, CoordinatorState, ScoredEpisode
+from hpc_swe.base.errors import CorruptRecord, LostRace
+from hpc_swe.base.records import Batch, BatchManifest, CoordinatorState, ScoredEpisode
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic, folders, weights
+from hpc_swe.base.store.task_history import RunHistory
+from hpc_swe.config.settings import BatchesConfig, GroupsConfig, ShapingConfig
+from hpc_swe.models.advantages.base import Advantage, Arranging, PerGroup
 from hpc_swe.roles.coordinator.groups import Group
 from hpc_swe.roles.coordinator.packing import pack_minibatches, token_weights
 from hpc_swe.roles.coordinator.samples import EpisodeSamples, make_samples
 from hpc_swe.roles.coordinator.shaping import penalty
-from hpc_swe.rundir import RunDir
-from hpc_swe.settings import BatchesConfig, GroupsConfig, ShapingConfig
-from hpc_swe.store import atomic, folders, weights
-from hpc_swe.store.task_history import RunHistory
 
 NO_SIGNAL = 1e-9  # smaller advantages are rounding errors
 

@@ -25,11 +25,11 @@ from functools import lru_cache
 
 from msgspec.structs import replace
 
-from hpc_swe.records import RolloutRequest
+from hpc_swe.base.records import RolloutRequest
+from hpc_swe.base.store.task_history import PlannedGroup, RunHistory, TaskHistory
+from hpc_swe.config.settings import CurriculumConfig
 from hpc_swe.roles.coordinator.dispatch import RequestPlan
 from hpc_swe.roles.coordinator.groups import Group
-from hpc_swe.settings import CurriculumConfig
-from hpc_swe.store.task_history import PlannedGroup, RunHistory, TaskHistory
 
 
 @dataclass(frozen=True)

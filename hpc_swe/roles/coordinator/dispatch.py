@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from hpc_swe.records import RolloutRequest, Sampling, Split
+from hpc_swe.base.records import RolloutRequest, Sampling, Split
 
 RATE_FLOOR = 0.1  # when few groups have signal, the number of groups in flight must stay bounded
 

@@ -13,20 +13,20 @@ from statistics import fmean
 
 import msgspec
 
-from hpc_swe import intervals
-from hpc_swe.errors import CorruptRecord
-from hpc_swe.metrics import Log
-from hpc_swe.records import Outcome, RolloutRequest
+from hpc_swe.base import intervals
+from hpc_swe.base.errors import CorruptRecord
+from hpc_swe.base.metrics import Log
+from hpc_swe.base.records import Outcome, RolloutRequest
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic, evals, weights
+from hpc_swe.base.store.evals import Attempt
+from hpc_swe.config.settings import EvalConfig
 from hpc_swe.roles.coordinator.collect import ResultCollector
 from hpc_swe.roles.coordinator.dispatch import request
 from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, Member, failure_cause
 from hpc_swe.roles.coordinator.samples import sampled_tokens
 from hpc_swe.roles.coordinator.selection import EvalRate, select
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
-from hpc_swe.rundir import RunDir
-from hpc_swe.settings import EvalConfig
-from hpc_swe.store import atomic, evals, weights
-from hpc_swe.store.evals import Attempt
 
 SHARE = 4  # during training, evaluation uses at most one slot in four
 OUTSTANDING = 512  # open requests in a run of its own: no folder should contain thousands

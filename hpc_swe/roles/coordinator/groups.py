@@ -13,9 +13,9 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from hpc_swe.records import Episode, ExitStatus, RolloutRequest, ScoredEpisode, Split
+from hpc_swe.base.records import Episode, ExitStatus, RolloutRequest, ScoredEpisode, Split
+from hpc_swe.base.store.spool import Address
 from hpc_swe.roles.coordinator import dispatch, samples
-from hpc_swe.store.spool import Address
 
 Key = tuple[Split, int]
 """Identifies a group by its split and number."""

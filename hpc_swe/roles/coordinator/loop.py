@@ -17,17 +17,17 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from hpc_swe.errors import DeadlineError, StorageError
-from hpc_swe.records import Role
+from hpc_swe.base.errors import DeadlineError, StorageError
+from hpc_swe.base.records import Role
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic, orders
+from hpc_swe.config.settings import CoordinatorConfig
 from hpc_swe.roles.coordinator.maintenance import Maintenance
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
 from hpc_swe.roles.coordinator.supervision import Supervision
-from hpc_swe.rundir import RunDir
-from hpc_swe.settings import CoordinatorConfig
-from hpc_swe.store import atomic, orders
 
 if TYPE_CHECKING:
-    from hpc_swe.drawing import Drawing
+    from hpc_swe.base.drawing import Drawing
 
 BACK_OFF_S = 300.0  # longest pause after the file system refused a write
 
@@ -159,7 +159,7 @@ class Coordinator:
 def _drawing(run: RunDir) -> "Drawing | None":
     """Return what draws the run's curves; None, with a warning, in an environment without TensorBoard."""
     try:
-        from hpc_swe.drawing import Drawing
+        from hpc_swe.base.drawing import Drawing
     except ImportError as error:
         log.warning("no curves: %s; pip install tensorboard into the environment of jobs", error)
         return None

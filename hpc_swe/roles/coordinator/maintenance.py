@@ -11,15 +11,23 @@ from collections import deque
 from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 
-from hpc_swe.errors import CorruptRecord
-from hpc_swe.records import Endpoint, EndpointTable, Record, Role, RoleStatus, StatusReport, WeightVersion
+from hpc_swe.base.errors import CorruptRecord
+from hpc_swe.base.records import (
+    Endpoint,
+    EndpointTable,
+    Record,
+    Role,
+    RoleStatus,
+    StatusReport,
+    WeightVersion,
+)
+from hpc_swe.base.rundir import SPOOLS, RunDir
+from hpc_swe.base.store import atomic, folders, weights
+from hpc_swe.base.store.lease import Memory, Watcher
+from hpc_swe.base.store.spool import ALONE_S, STATES, WINDOW, Address, Spool
+from hpc_swe.config.settings import LeaseConfig, RetentionConfig
 from hpc_swe.roles.coordinator import retention
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
-from hpc_swe.rundir import SPOOLS, RunDir
-from hpc_swe.settings import LeaseConfig, RetentionConfig
-from hpc_swe.store import atomic, folders, weights
-from hpc_swe.store.lease import Memory, Watcher
-from hpc_swe.store.spool import ALONE_S, STATES, WINDOW, Address, Spool
 
 ABSENT_BEATS = 3  # a message that no listing shows for so long is lost: 90 s by default
 ORPHAN_S = 3600.0  # a temporary file whose process shows no lease is kept this long

@@ -10,9 +10,9 @@ from typing import Literal
 
 import numpy as np
 
-from hpc_swe import records
-from hpc_swe.errors import ConfigError
-from hpc_swe.records import FREE, Batch, MicroBatch, Sample
+from hpc_swe.base import records
+from hpc_swe.base.errors import ConfigError
+from hpc_swe.base.records import FREE, Batch, MicroBatch, Sample
 
 Aggregate = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
 # Number of tokens at which attention costs as much as the rest of a layer, for a hidden size of 2048. It only

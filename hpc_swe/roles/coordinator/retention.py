@@ -10,14 +10,14 @@ from collections.abc import Iterable, Sequence, Set
 from functools import lru_cache
 from pathlib import Path
 
-from hpc_swe.errors import CorruptRecord
-from hpc_swe.records import Node, WeightManifest, WeightVersion
+from hpc_swe.base.errors import CorruptRecord
+from hpc_swe.base.records import Node, WeightManifest, WeightVersion
+from hpc_swe.base.rundir import SPOOLS, RunDir
+from hpc_swe.base.store import atomic, checkpoints, folders, weights
+from hpc_swe.base.store.checkpoints import Checkpoint
+from hpc_swe.base.store.spool import STATES
+from hpc_swe.config.settings import RetentionConfig
 from hpc_swe.roles.coordinator import batches
-from hpc_swe.rundir import SPOOLS, RunDir
-from hpc_swe.settings import RetentionConfig
-from hpc_swe.store import atomic, checkpoints, folders, weights
-from hpc_swe.store.checkpoints import Checkpoint
-from hpc_swe.store.spool import STATES
 
 TEMPORARY = re.compile(r"\..*-([0-9a-f]{8})")
 

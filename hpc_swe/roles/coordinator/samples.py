@@ -20,8 +20,8 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from hpc_swe import records
-from hpc_swe.records import Episode, Sample, Turn
+from hpc_swe.base import records
+from hpc_swe.base.records import Episode, Sample, Turn
 
 Chains = Literal["main", "tools", "all"]
 

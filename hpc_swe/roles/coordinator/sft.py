@@ -20,10 +20,10 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from hpc_swe.errors import ConfigError
-from hpc_swe.metrics import Log
-from hpc_swe.plugins.agents.base import Preface
-from hpc_swe.records import (
+from hpc_swe.agents.loops.base import Preface
+from hpc_swe.base.errors import ConfigError
+from hpc_swe.base.metrics import Log
+from hpc_swe.base.records import (
     Batch,
     BatchManifest,
     CoordinatorState,
@@ -34,6 +34,9 @@ from hpc_swe.records import (
     Split,
     id_array,
 )
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import checkpoints, folders
+from hpc_swe.base.store.trajectories import Trajectory
 from hpc_swe.roles.coordinator import batch_metrics, batches
 from hpc_swe.roles.coordinator.batches import BatchPlan
 from hpc_swe.roles.coordinator.dispatch import stable_hash
@@ -41,9 +44,6 @@ from hpc_swe.roles.coordinator.groups import failure_cause
 from hpc_swe.roles.coordinator.packing import pack_minibatches, token_weights
 from hpc_swe.roles.coordinator.samples import Chains, build_sample, make_samples
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
-from hpc_swe.rundir import RunDir
-from hpc_swe.store import checkpoints, folders
-from hpc_swe.store.trajectories import Trajectory
 
 AHEAD = 32
 """Number of batches that may be published beyond the learner's step."""

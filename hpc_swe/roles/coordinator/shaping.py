@@ -17,8 +17,8 @@ turns is `turn_penalty` times the turns of the episode, as in debug-gym's reward
 taken from resolved episodes only: where nothing is resolved, it would reward those that give up first.
 """
 
-from hpc_swe.records import ScoredEpisode
-from hpc_swe.settings import ShapingConfig
+from hpc_swe.base.records import ScoredEpisode
+from hpc_swe.config.settings import ShapingConfig
 
 
 def penalty(scored: ScoredEpisode, config: ShapingConfig) -> float:

@@ -4,8 +4,8 @@ from collections.abc import Set
 from dataclasses import dataclass
 from functools import cached_property
 
-from hpc_swe.records import Node, WeightVersion
-from hpc_swe.store.spool import Address
+from hpc_swe.base.records import Node, WeightVersion
+from hpc_swe.base.store.spool import Address
 
 Scan = dict[str, dict[str, list[Address]]]
 """Maps spool and state to the messages listed there."""

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from hpc_swe.errors import StuckRun
-from hpc_swe.records import Node, Role
+from hpc_swe.base.errors import StuckRun
+from hpc_swe.base.records import Node, Role
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic, supervision, weights
+from hpc_swe.base.store.lease import Lease
+from hpc_swe.base.store.supervision import ClockMemory, Clocks, RunPart, StuckProcess
+from hpc_swe.config.settings import SupervisionConfig
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
-from hpc_swe.rundir import RunDir
-from hpc_swe.settings import SupervisionConfig
-from hpc_swe.store import atomic, supervision, weights
-from hpc_swe.store.lease import Lease
-from hpc_swe.store.supervision import ClockMemory, Clocks, RunPart, StuckProcess
 
 KEPT_VERDICTS = 20  # stacks of older ones are deleted
 LAST_STACKS_S = 180.0  # the longest wait for the keepers of a verdict that gives up, before the order to stop

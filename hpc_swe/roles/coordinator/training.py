@@ -16,8 +16,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import ceil
 
-from hpc_swe.metrics import Log
-from hpc_swe.records import CoordinatorState, RolloutRequest, ScoredEpisode
+from hpc_swe.base.metrics import Log
+from hpc_swe.base.records import CoordinatorState, RolloutRequest, ScoredEpisode
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import checkpoints, stop_signs, task_history
+from hpc_swe.base.store.spool import Spool
+from hpc_swe.base.store.task_history import RunHistory
 from hpc_swe.roles.coordinator import archive, batch_metrics, batches
 from hpc_swe.roles.coordinator.batches import BatchPlan, BatchSettings, GroupDecision
 from hpc_swe.roles.coordinator.collect import ResultCollector
@@ -27,10 +31,6 @@ from hpc_swe.roles.coordinator.evaluation import Evaluator
 from hpc_swe.roles.coordinator.groups import Group, Key, Ledger
 from hpc_swe.roles.coordinator.samples import add_routing, sampled_tokens
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
-from hpc_swe.rundir import RunDir
-from hpc_swe.store import checkpoints, stop_signs, task_history
-from hpc_swe.store.spool import Spool
-from hpc_swe.store.task_history import RunHistory
 
 AHEAD = 1
 """Number of batches that may be published beyond the learner's step."""

@@ -10,10 +10,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc_swe import scratch
-from hpc_swe.errors import EngineError, NoAnswer, NodeError
-from hpc_swe.processes import StoppedProcesses, descendants, leader, start_time
-from hpc_swe.store import atomic
+from hpc_swe.base.errors import EngineError, NoAnswer, NodeError
+from hpc_swe.base.store import atomic
+from hpc_swe.cluster import scratch
+from hpc_swe.cluster.processes import StoppedProcesses, descendants, leader, start_time
 
 STOP_S = 15.0
 """Longest wait for the guard's end, which takes less."""

@@ -15,8 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc_swe import scratch
-from hpc_swe.processes import die_with_parent
+from hpc_swe.cluster import scratch
+from hpc_swe.cluster.processes import die_with_parent
 
 GRACE_S = 8.0
 TRACKERS_S = 5.0

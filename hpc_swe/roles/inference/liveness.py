@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from hpc_swe.errors import NoAnswer
+from hpc_swe.base.errors import NoAnswer
 
 CHECKS = 6
 """Checks within the limit."""

@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass, field
 
-from hpc_swe.records import WeightVersion
+from hpc_swe.base.records import WeightVersion
 
 
 @dataclass

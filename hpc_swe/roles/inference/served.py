@@ -4,8 +4,8 @@ Both have an address (`url`), and a `remedy`: where to look, or what to do, when
 The methods raise EngineError when it is not fit to serve.
 """
 
-from hpc_swe.errors import EngineError
-from hpc_swe.plugins.engines.base import Engine, Weights
+from hpc_swe.base.errors import EngineError
+from hpc_swe.models.engines.base import Engine, Weights
 from hpc_swe.roles.inference.child import Child
 
 

@@ -27,20 +27,20 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from hpc_swe.errors import ConfigError, CorruptRecord, EngineError, NoAnswer, Overdue, StorageError
-from hpc_swe.gpu_turns import LOOK_S as TURN_LOOK_S
-from hpc_swe.gpu_turns import EngineTurn
-from hpc_swe.plugins.engines.base import Engine, Sleeping, Weights
-from hpc_swe.processes import Flag, free_port
-from hpc_swe.records import WeightManifest, WeightVersion
+from hpc_swe.base.errors import ConfigError, CorruptRecord, EngineError, NoAnswer, Overdue, StorageError
+from hpc_swe.base.records import WeightManifest, WeightVersion
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic, folders, weights
+from hpc_swe.base.store.lease import Lease, Watcher
+from hpc_swe.cluster.gpu_turns import LOOK_S as TURN_LOOK_S
+from hpc_swe.cluster.gpu_turns import EngineTurn
+from hpc_swe.cluster.processes import Flag, free_port
+from hpc_swe.config.settings import InferenceConfig, LeaseConfig
+from hpc_swe.models.engines.base import Engine, Sleeping, Weights
 from hpc_swe.roles.inference.child import Child
 from hpc_swe.roles.inference.liveness import LivenessMonitor
 from hpc_swe.roles.inference.refusals import Refusals
 from hpc_swe.roles.inference.served import ExternalEngine, OwnEngine, ServedEngine
-from hpc_swe.rundir import RunDir
-from hpc_swe.settings import InferenceConfig, LeaseConfig
-from hpc_swe.store import atomic, folders, weights
-from hpc_swe.store.lease import Lease, Watcher
 
 QUIET_S = 300.0  # after so long without a failure, restarts are counted from 0 again
 LOOK_S = 0.5  # between two checks of an engine while a version is verified or loaded

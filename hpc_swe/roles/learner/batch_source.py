@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 from enum import Enum, auto
 
-from hpc_swe.errors import DeadlineError, HpcSweError, StorageError
-from hpc_swe.records import Batch, BatchManifest, StatusReport
-from hpc_swe.rundir import RunDir
-from hpc_swe.store import atomic, folders, orders, weights
+from hpc_swe.base.errors import DeadlineError, HpcSweError, StorageError
+from hpc_swe.base.records import Batch, BatchManifest, StatusReport
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic, folders, orders, weights
 
 PULSE_S = 30.0  # rank 0 sends the other ranks a decision at least this often
 SILENT_PULSES = 20  # a silent coordinator is logged once in so many

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from hpc_swe.errors import HpcSweError
-from hpc_swe.plugins.policies.base import Ranks
+from hpc_swe.base.errors import HpcSweError
+from hpc_swe.models.policies.base import Ranks
 
 T = TypeVar("T")
 

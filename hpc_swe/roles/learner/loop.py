@@ -16,19 +16,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from hpc_swe.errors import ConfigError
-from hpc_swe.gpu_turns import LearnerTurn
-from hpc_swe.plugins.policies.base import Learner, Objective
-from hpc_swe.records import BatchManifest
+from hpc_swe.base.errors import ConfigError
+from hpc_swe.base.records import BatchManifest
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import skipped
+from hpc_swe.cluster.gpu_turns import LearnerTurn
+from hpc_swe.config.settings import StopConfig
+from hpc_swe.models.policies.base import Learner, Objective
 from hpc_swe.roles.learner import stop
 from hpc_swe.roles.learner.batch_source import BatchSource, Order, read_batch
 from hpc_swe.roles.learner.collective import on_all_ranks, on_rank_zero
 from hpc_swe.roles.learner.probe import FIRST_IDS
 from hpc_swe.roles.learner.publish import Publisher, Snapshots, take_incarnation
 from hpc_swe.roles.learner.resting import rest
-from hpc_swe.rundir import RunDir
-from hpc_swe.settings import StopConfig
-from hpc_swe.store import skipped
 
 WORTH = 50
 """A checkpoint that comes by time saves at least so many times the seconds that the last one took."""

@@ -29,7 +29,7 @@ from pkgutil import resolve_name
 import torch
 from torch import Tensor
 
-from hpc_swe.plugins.policies.base import LossConfig, TrainedTokens
+from hpc_swe.models.policies.base import LossConfig, TrainedTokens
 from hpc_swe.roles.learner import token_statistics
 from hpc_swe.roles.learner.masks import masks
 from hpc_swe.roles.learner.objectives.base import LARGEST, TokenObjective, before_batch, ratio_of

@@ -12,7 +12,7 @@ keeps its gradient.
 
 from torch import Tensor
 
-from hpc_swe.plugins.policies.base import LossConfig, TrainedTokens
+from hpc_swe.models.policies.base import LossConfig, TrainedTokens
 from hpc_swe.roles.learner.objectives.base import sequence_means
 
 

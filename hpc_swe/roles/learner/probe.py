@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from hpc_swe.conversation.tokens import Tokens
+from hpc_swe.agents.chat.tokens import Tokens
 
 FIRST_IDS = tuple(range(32))
 """What is compared of a model that has no tokenizer."""

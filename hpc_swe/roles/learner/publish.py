@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from hpc_swe.errors import CorruptRecord, LostRace
-from hpc_swe.plugins.policies.base import AdaptingLearner, Carrier, ExportingLearner, Learner, Ranks
-from hpc_swe.records import (
+from hpc_swe.base.errors import CorruptRecord, LostRace
+from hpc_swe.base.records import (
     CheckpointManifest,
     FileInfo,
     Manifest,
@@ -25,10 +24,11 @@ from hpc_swe.records import (
     WeightManifest,
     WeightVersion,
 )
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic, folders, skipped, weights
+from hpc_swe.models.policies.base import AdaptingLearner, Carrier, ExportingLearner, Learner, Ranks
 from hpc_swe.roles.learner.collective import on_all_ranks, on_rank_zero
 from hpc_swe.roles.learner.probe import FIRST_IDS
-from hpc_swe.rundir import RunDir
-from hpc_swe.store import atomic, folders, skipped, weights
 
 INCARNATION = re.compile("[0-9]{2}|[1-9][0-9]{2,3}")
 

@@ -4,9 +4,9 @@ import logging
 import time
 from collections.abc import Callable
 
-from hpc_swe.gpu_turns import LearnerTurn
-from hpc_swe.plugins.policies.base import Learner
-from hpc_swe.records import BatchManifest
+from hpc_swe.base.records import BatchManifest
+from hpc_swe.cluster.gpu_turns import LearnerTurn
+from hpc_swe.models.policies.base import Learner
 from hpc_swe.roles.learner.batch_source import Order
 from hpc_swe.roles.learner.collective import on_all_ranks
 

@@ -6,10 +6,10 @@ from statistics import fmean
 
 import msgspec
 
-from hpc_swe.rundir import RunDir
-from hpc_swe.settings import StopConfig
-from hpc_swe.store import atomic, stop_signs
-from hpc_swe.store.stop_signs import SignRecord, StepSigns
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic, stop_signs
+from hpc_swe.base.store.stop_signs import SignRecord, StepSigns
+from hpc_swe.config.settings import StopConfig
 
 CURVES = ("policy/entropy", "gap/k3", "episodes/tokens", "groups/all_solved")
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hpc_swe.plugins.policies.base import TrainedTokens
+from hpc_swe.models.policies.base import TrainedTokens
 from hpc_swe.roles.learner.objectives.base import before_batch, ratio_of
 
 PER_DECADE, DECADES, LOWEST = 20, 8, -6  # bins of the histogram of |gap|, 12 % wide, from 1e-6 on

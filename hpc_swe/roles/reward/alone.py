@@ -23,11 +23,11 @@ from functools import partial
 
 import msgspec
 
-from hpc_swe.errors import SandboxError, boundary
-from hpc_swe.plugins.graders.base import GRADER_BROKE
-from hpc_swe.plugins.second_run import oom_kills, run_reliably
-from hpc_swe.processes import MEETING, Flag, die_with_parent
-from hpc_swe.records import Episode, Score
+from hpc_swe.base.errors import SandboxError, boundary
+from hpc_swe.base.records import Episode, Score
+from hpc_swe.cluster.processes import MEETING, Flag, die_with_parent
+from hpc_swe.tasks.graders.base import GRADER_BROKE
+from hpc_swe.tasks.second_run import oom_kills, run_reliably
 
 BEAT_S = 2.0
 PROGRESS = b"+"

@@ -15,17 +15,17 @@ from typing import Literal
 
 import msgspec
 
-from hpc_swe.errors import EpisodeError, HpcSweError
-from hpc_swe.plugins.graders.base import GRADER_BROKE, Examiner, Grader
-from hpc_swe.plugins.sandboxes.base import Sandboxes
-from hpc_swe.records import Episode, ExitStatus, Score, ScoredEpisode, Task
+from hpc_swe.agents.sandboxes.base import Sandboxes
+from hpc_swe.base.errors import EpisodeError, HpcSweError
+from hpc_swe.base.records import Episode, ExitStatus, Score, ScoredEpisode, Task
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store.lease import Lease
+from hpc_swe.base.store.spool import Spool
+from hpc_swe.config.settings import RewardConfig
 from hpc_swe.roles.reward import alone
 from hpc_swe.roles.reward.alone import Patience
-from hpc_swe.rundir import RunDir
-from hpc_swe.settings import RewardConfig
-from hpc_swe.store.lease import Lease
-from hpc_swe.store.spool import Spool
-from hpc_swe.store.worker import Work, Worker
+from hpc_swe.roles.worker import Work, Worker
+from hpc_swe.tasks.graders.base import GRADER_BROKE, Examiner, Grader
 
 Sentinel = Literal["reference", "nothing"]
 """The known patch of a sentinel check: the task's reference solution, or an empty patch."""

@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from hpc_swe.records import Ids, Message, ToolCall, Turn
+from hpc_swe.base.records import Ids, Message, ToolCall, Turn
 
 
 @dataclass(frozen=True)

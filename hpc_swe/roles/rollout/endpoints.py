@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from hpc_swe.errors import CorruptRecord, EngineError, Overdue, StorageError
-from hpc_swe.records import Endpoint, EndpointTable, Node, WeightVersion
-from hpc_swe.rundir import RunDir
-from hpc_swe.store import atomic, weights
+from hpc_swe.base.errors import CorruptRecord, EngineError, Overdue, StorageError
+from hpc_swe.base.records import Endpoint, EndpointTable, Node, WeightVersion
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic, weights
 
 SUSPENSION_S = (1.0, 30.0)
 """First and longest suspension of a failing engine; each successive failure doubles it."""

@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from threading import Thread
 
-from hpc_swe.conversation import TokenBuilder
-from hpc_swe.errors import AgentError, EngineError, HpcSweError, SandboxError
-from hpc_swe.plugins import patch
-from hpc_swe.plugins.agents.base import Agent, ContextFull, Result
-from hpc_swe.plugins.sandboxes.base import Sandbox, Sandboxes
-from hpc_swe.records import Episode, ExitStatus, RolloutRequest, Task, Timing
+from hpc_swe.agents.chat import TokenBuilder
+from hpc_swe.agents.loops.base import Agent, ContextFull, Result
+from hpc_swe.agents.sandboxes.base import Sandbox, Sandboxes
+from hpc_swe.base.errors import AgentError, EngineError, HpcSweError, SandboxError
+from hpc_swe.base.records import Episode, ExitStatus, RolloutRequest, Task, Timing
+from hpc_swe.config.settings import RolloutConfig
 from hpc_swe.roles.rollout.openai_server import ServedRecorder
 from hpc_swe.roles.rollout.sampler import Sampler
-from hpc_swe.settings import RolloutConfig
+from hpc_swe.tasks import patch
 
 log = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from hpc_swe.errors import AgentError, EpisodeError, SandboxError
-from hpc_swe.plugins.agents.base import ChatAddress, ContextFull, TurnsSpent
-from hpc_swe.records import ExitStatus, Message, ToolCall
+from hpc_swe.agents.loops.base import ChatAddress, ContextFull, TurnsSpent
+from hpc_swe.base.errors import AgentError, EpisodeError, SandboxError
+from hpc_swe.base.records import ExitStatus, Message, ToolCall
 from hpc_swe.roles.rollout.recorder import Exchange, Recorder
 
 MAX_BYTES = 4 * 1024**2

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from hpc_swe.conversation import TokenBuilder
-from hpc_swe.errors import ConfigError, EngineError, EpisodeError, SandboxError
-from hpc_swe.plugins.agents.base import ContextFull, Refusal, Reply, TurnsSpent
-from hpc_swe.plugins.engines.base import Prefix
-from hpc_swe.records import ExitStatus, Message, RolloutRequest, Sampling, Turn, floats, id_array, ids
+from hpc_swe.agents.chat import TokenBuilder
+from hpc_swe.agents.loops.base import ContextFull, Refusal, Reply, TurnsSpent
+from hpc_swe.base.errors import ConfigError, EngineError, EpisodeError, SandboxError
+from hpc_swe.base.records import ExitStatus, Message, RolloutRequest, Sampling, Turn, floats, id_array, ids
+from hpc_swe.config.settings import RolloutConfig
+from hpc_swe.models.engines.base import Prefix
 from hpc_swe.roles.rollout.chains import ChainPlace, Chains
 from hpc_swe.roles.rollout.sampler import Sampled, Sampler
-from hpc_swe.settings import RolloutConfig
 
 MAX_TOKEN_CHARS = 16
 """Highest mean of a prompt that is tokenized; real text has far fewer characters per token."""

@@ -19,9 +19,9 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from hpc_swe.errors import EngineError, Overdue
-from hpc_swe.plugins.engines.base import NEW, Completion, Engine, Prefix
-from hpc_swe.records import Endpoint, IdArray, Sampling, VersionSpan, WeightVersion
+from hpc_swe.base.errors import EngineError, Overdue
+from hpc_swe.base.records import Endpoint, IdArray, Sampling, VersionSpan, WeightVersion
+from hpc_swe.models.engines.base import NEW, Completion, Engine, Prefix
 from hpc_swe.roles.rollout.endpoints import Endpoints
 
 RETRY_S = 0.05

@@ -8,14 +8,14 @@ sampled nothing when the engines went away goes back.
 import logging
 from threading import Thread
 
-from hpc_swe.errors import EngineError
-from hpc_swe.records import Episode, RolloutRequest
+from hpc_swe.base.errors import EngineError
+from hpc_swe.base.records import Episode, RolloutRequest
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store.lease import Lease
+from hpc_swe.base.store.spool import Spool
 from hpc_swe.roles.rollout import episode
 from hpc_swe.roles.rollout.episode import Played, RolloutResources
-from hpc_swe.rundir import RunDir
-from hpc_swe.store.lease import Lease
-from hpc_swe.store.spool import Spool
-from hpc_swe.store.worker import GiveBack, Work, Worker
+from hpc_swe.roles.worker import GiveBack, Work, Worker
 
 CLEANUP_S = 15.0
 """Time for sandboxes to close when the process must end; Slurm kills 90 s after its signal."""

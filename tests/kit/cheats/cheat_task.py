@@ -1,6 +1,6 @@
 """The task that all cheats try to be paid for."""
 
-from hpc_swe.records import Task, TestPlan
+from hpc_swe.base.records import Task, TestPlan
 
 WRONG = "def add(a, b):\n    return a - b\n"
 RIGHT = "def add(a, b):\n    return a + b\n"

@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from hpc_swe.plugins.patch import difference
-from hpc_swe.records import Task, TestPlan
+from hpc_swe.base.records import Task, TestPlan
+from hpc_swe.tasks.patch import difference
 from tests.kit.cheats.honest_submissions import BY_RULE, SUBMISSIONS
 from tests.kit.cheats.honest_suites import MODULE, SUITES
 from tests.kit.toy import new, row, taskset, write_rows

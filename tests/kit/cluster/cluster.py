@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from hpc_swe.processes import start_time
+from hpc_swe.cluster.processes import start_time
 from tests.kit.checkout import ROOT
 from tests.kit.cluster import configuration, hosts
 from tests.kit.cluster.configuration import LOGIN, NODES, ORDINARY, USERS, Layout

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from hpc_swe.processes import descendants
+from hpc_swe.cluster.processes import descendants
 from tests.kit.cluster.configuration import Host
 
 INSIDE = Path(__file__).with_name("inside.py")

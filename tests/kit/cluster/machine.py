@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from hpc_swe.processes import start_time
+from hpc_swe.cluster.processes import start_time
 from tests.kit.checkout import ROOT
 from tests.kit.cluster import configuration
 from tests.kit.cluster.configuration import GPUS, USERS, Layout

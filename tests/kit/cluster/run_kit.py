@@ -18,10 +18,10 @@ import msgspec
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
-from hpc_swe.plugins.engines.scripted import ScriptedReply
-from hpc_swe.records import BatchManifest, MetricLine, Node
-from hpc_swe.rundir import RunDir
-from hpc_swe.store import atomic, folders
+from hpc_swe.base.records import BatchManifest, MetricLine, Node
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic, folders
+from hpc_swe.models.engines.scripted import ScriptedReply
 from tests.kit.checkout import ROOT
 from tests.kit.cluster.cluster import Cluster
 from tests.kit.cluster.configuration import USERS

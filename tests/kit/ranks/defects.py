@@ -34,9 +34,9 @@ def main() -> None:
 
     found = in_source()
 
-    from hpc_swe.plugins.policies._megatron import compat
-    from hpc_swe.plugins.policies.base import OptimizerConfig
-    from hpc_swe.plugins.policies.megatron import Megatron
+    from hpc_swe.models.policies._megatron.kernels import compat
+    from hpc_swe.models.policies.base import OptimizerConfig
+    from hpc_swe.models.policies.megatron import Megatron
 
     compat.mark_shards = lambda model: None
     policy = Megatron(dtype="float32", device="gpu" if torch.cuda.is_available() else "cpu")

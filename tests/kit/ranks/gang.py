@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 
-from hpc_swe.processes import MEETING, is_stopped
+from hpc_swe.cluster.processes import MEETING, is_stopped
 from tests.kit.checkout import ROOT
 
 EVERYWHERE = {"OMP_NUM_THREADS": "1"}

@@ -41,15 +41,15 @@ def device() -> str:
 
 
 def main() -> None:
-    from hpc_swe.errors import HpcSweError
-    from hpc_swe.plugins.policies.base import LossConfig, OptimizerConfig
-    from hpc_swe.plugins.policies.megatron import Megatron
+    from hpc_swe.base.errors import HpcSweError
+    from hpc_swe.base.rundir import RunDir
+    from hpc_swe.config.settings import StopConfig
+    from hpc_swe.models.policies.base import LossConfig, OptimizerConfig
+    from hpc_swe.models.policies.megatron import Megatron
     from hpc_swe.roles.learner.batch_source import BatchSource
     from hpc_swe.roles.learner.loop import LearnerPlan, learn
     from hpc_swe.roles.learner.loss import PolicyObjective
     from hpc_swe.roles.learner.publish import Snapshots
-    from hpc_swe.rundir import RunDir
-    from hpc_swe.settings import StopConfig
 
     run, model, steps, data_parallel = RunDir(Path(sys.argv[1])), Path(sys.argv[2]), *map(int, sys.argv[3:5])
     if {"DIES_AT", "STOPS_AT", "DIES_AFTER"} & set(os.environ):

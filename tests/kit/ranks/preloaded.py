@@ -3,11 +3,11 @@
 import gc
 from pathlib import Path
 
-from hpc_swe.plugins.policies._megatron import uncompiled
+from hpc_swe.models.policies._megatron import uncompiled
 
 if not Path("/dev/nvidiactl").exists():  # a rank with a GPU compiles, so it imports for itself
     with uncompiled():
-        import hpc_swe.plugins.policies._megatron.learner
+        import hpc_swe.models.policies._megatron.learner
         import hpc_swe.roles.learner.loop  # noqa: F401
     gc.collect()
     gc.freeze()  # or each collection of each rank looks at, and copies, all that was imported here

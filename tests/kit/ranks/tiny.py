@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hpc_swe.records import FREE, MicroBatch, float_array, floats, id_array, ids
+from hpc_swe.base.records import FREE, MicroBatch, float_array, floats, id_array, ids
 from tests.kit.random_model import save_random
 
 VOCAB = 320

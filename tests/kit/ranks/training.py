@@ -8,9 +8,9 @@ import msgspec
 import torch
 from safetensors.torch import load_file
 
-from hpc_swe.records import Batch, BatchManifest, CoordinatorState, MicroBatch, WeightVersion
-from hpc_swe.rundir import RunDir
-from hpc_swe.store import folders
+from hpc_swe.base.records import Batch, BatchManifest, CoordinatorState, MicroBatch, WeightVersion
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import folders
 from tests.kit.ranks import gang
 
 STEPS = 4

@@ -33,9 +33,9 @@ def _run(case: dict):
     import torch
     from msgspec import convert
 
-    from hpc_swe.plugins.policies._megatron import gathered, state
-    from hpc_swe.plugins.policies.base import LossConfig, OptimizerConfig
-    from hpc_swe.plugins.policies.megatron import Megatron
+    from hpc_swe.models.policies._megatron.state import gathered, state
+    from hpc_swe.models.policies.base import LossConfig, OptimizerConfig
+    from hpc_swe.models.policies.megatron import Megatron
     from hpc_swe.roles.learner.loss import PolicyObjective
 
     if "piece" in case:  # values, for this case and those after it
@@ -65,7 +65,7 @@ def _evaluate(learner, steps: int, case: dict, found: dict) -> None:
     """As a validation does; steps that follow must not notice it."""
     from msgspec.structs import replace
 
-    from hpc_swe.plugins.policies.base import LossConfig
+    from hpc_swe.models.policies.base import LossConfig
     from hpc_swe.roles.learner.loss import PolicyObjective
 
     batch = _batch(case, learner)
@@ -94,8 +94,8 @@ def _logprobs(learner, token_ids: list[int], case: dict, found: dict) -> None:
 
 def _publish(learner, root: str, case: dict, found: dict) -> None:
     """The weights as a version of a run's folder, and after a step as a delta."""
+    from hpc_swe.base.rundir import RunDir
     from hpc_swe.roles.learner.publish import Publisher, Snapshots
-    from hpc_swe.rundir import RunDir
 
     run = RunDir(Path(root))
     run.make()
@@ -126,7 +126,7 @@ def _export(learner, words: str, case: dict, found: dict) -> None:
 
 def _refuse(learner, words: str, case: dict, found: dict) -> None:
     """Carrier:rank. That rank's file system refuses the export, and all ranks must learn it."""
-    from hpc_swe.errors import StorageError
+    from hpc_swe.base.errors import StorageError
     from hpc_swe.roles.learner.collective import on_all_ranks
 
     carrier, rank = words.split(":")
@@ -151,7 +151,7 @@ def _save(learner, folder: str, case: dict, found: dict) -> None:
 
 def _save_refused(learner, words: str, case: dict, found: dict) -> None:
     """A folder whose file system is full; or folder:place:rank, where that rank's quota ends."""
-    from hpc_swe.errors import StorageError
+    from hpc_swe.base.errors import StorageError
 
     folder, place, rank = (*words.split(":"), "", "")[:3]
     try:
@@ -166,7 +166,8 @@ def _quota_ends(place: str):
     from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    from hpc_swe.plugins.policies._megatron import checkpoint_files, tensor_writer
+    from hpc_swe.models.policies._megatron.state import checkpoint_files
+    from hpc_swe.models.policies._megatron.weights import tensor_writer
 
     owner, name = {
         "metadata": (filesystem_async.FileSystemWriterAsync, "finish"),
@@ -215,7 +216,7 @@ def _load(learner, folder: str, case: dict, found: dict) -> None:
 
 def _resume(learner, folder: str, case: dict, found: dict) -> None:
     """Load a checkpoint that is refused."""
-    from hpc_swe.errors import ConfigError
+    from hpc_swe.base.errors import ConfigError
 
     try:
         learner.load(Path(folder))
@@ -272,7 +273,7 @@ def _batch(case: dict, learner):
     """Sequences of case["data"], packed as case["packing"][data rank] says; "filler" trains nothing."""
     import msgspec
 
-    from hpc_swe.records import Batch, MicroBatch
+    from hpc_swe.base.records import Batch, MicroBatch
     from hpc_swe.roles.coordinator.packing import FILLER
 
     sequences = msgspec.msgpack.decode(Path(case["data"]).read_bytes(), type=list[MicroBatch])
@@ -283,7 +284,7 @@ def _batch(case: dict, learner):
 
 
 def _join(parts):
-    from hpc_swe.records import MicroBatch
+    from hpc_swe.base.records import MicroBatch
 
     arrays = ("token_ids", "mask", "logprobs", "advantages", "weights", "routing")
     joined = {name: b"".join([getattr(part, name) for part in parts]) for name in arrays}

@@ -5,9 +5,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from hpc_swe.errors import LostRace
-from hpc_swe.metrics import meaning
-from hpc_swe.records import (
+from hpc_swe.base.errors import LostRace
+from hpc_swe.base.metrics import meaning
+from hpc_swe.base.records import (
     FREE,
     Batch,
     BatchManifest,
@@ -17,11 +17,11 @@ from hpc_swe.records import (
     ScoredEpisode,
     WeightVersion,
 )
+from hpc_swe.base.store import atomic, folders, weights
+from hpc_swe.base.store.spool import Spool
+from hpc_swe.config.settings import RetentionConfig
 from hpc_swe.roles.coordinator import archive, batches
 from hpc_swe.roles.coordinator.samples import drop_routing
-from hpc_swe.settings import RetentionConfig
-from hpc_swe.store import atomic, folders, weights
-from hpc_swe.store.spool import Spool
 from tests.kit.coordinator_kit import (
     LIMITS,
     STEPS,

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from hpc_swe.errors import CorruptRecord, StorageError
-from hpc_swe.metrics import decode
-from hpc_swe.records import RolloutRequest, ScoredEpisode, WeightVersion
+from hpc_swe.base.errors import CorruptRecord, StorageError
+from hpc_swe.base.metrics import decode
+from hpc_swe.base.records import RolloutRequest, ScoredEpisode, WeightVersion
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic, folders
+from hpc_swe.base.store.spool import Spool
+from hpc_swe.config.settings import CoordinatorConfig, RetentionConfig
 from hpc_swe.roles.coordinator import archive, batches
 from hpc_swe.roles.coordinator.groups import parse_name
 from hpc_swe.roles.coordinator.loop import Coordinator
-from hpc_swe.rundir import RunDir
-from hpc_swe.settings import CoordinatorConfig, RetentionConfig
-from hpc_swe.store import atomic, folders
-from hpc_swe.store.spool import Spool
 from tests.kit.coordinator_kit import (
     Clock,
     export,

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from hpc_swe.records import Batch, BatchManifest, Sampling, ScoredEpisode, float_array
+from hpc_swe.base.records import Batch, BatchManifest, Sampling, ScoredEpisode, float_array
+from hpc_swe.base.store import atomic, folders, task_history
+from hpc_swe.base.store.spool import Spool
+from hpc_swe.base.store.task_history import RunHistory
+from hpc_swe.config.settings import CurriculumConfig
 from hpc_swe.roles.coordinator.curriculum import TaskPlan, WeightedTasks, visits
 from hpc_swe.roles.coordinator.dispatch import RequestPlan
 from hpc_swe.roles.coordinator.groups import Group, Member
-from hpc_swe.settings import CurriculumConfig
-from hpc_swe.store import atomic, folders, task_history
-from hpc_swe.store.spool import Spool
-from hpc_swe.store.task_history import RunHistory
 from tests.kit.coordinator_kit import (
     ALIKE,
     TASKS,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_swe.records import Sampling
+from hpc_swe.base.records import Sampling
 from hpc_swe.roles.coordinator.dispatch import RequestPlan, dispatch_end, retry_request
 
 PLAN = RequestPlan(3, 4, Sampling())

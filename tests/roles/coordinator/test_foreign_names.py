@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpc_swe.records import BatchManifest, ScoredEpisode, WeightManifest, WeightVersion
+from hpc_swe.base.records import BatchManifest, ScoredEpisode, WeightManifest, WeightVersion
+from hpc_swe.base.rundir import SPOOLS, RunDir
+from hpc_swe.base.store import atomic, checkpoints, folders, orders, submissions, weights
+from hpc_swe.base.store.spool import STATES, Spool
+from hpc_swe.config.settings import RetentionConfig
 from hpc_swe.roles.coordinator import batches
-from hpc_swe.rundir import SPOOLS, RunDir
-from hpc_swe.settings import RetentionConfig
-from hpc_swe.store import atomic, checkpoints, folders, orders, submissions, weights
-from hpc_swe.store.spool import STATES, Spool
 from tests.kit.coordinator_kit import (
     Clock,
     export,

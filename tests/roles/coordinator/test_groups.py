@@ -5,16 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_swe.metrics import meaning
-from hpc_swe.plugins.advantages.grpo import Grpo
-from hpc_swe.plugins.advantages.shuffled import Shuffled
-from hpc_swe.records import CoordinatorState, ExitStatus, Sampling, Score, ScoredEpisode
+from hpc_swe.base.metrics import meaning
+from hpc_swe.base.records import CoordinatorState, ExitStatus, Sampling, Score, ScoredEpisode
+from hpc_swe.base.store.spool import Address
+from hpc_swe.config.settings import BatchesConfig, GroupsConfig
+from hpc_swe.models.advantages.grpo import Grpo
+from hpc_swe.models.advantages.shuffled import Shuffled
 from hpc_swe.roles.coordinator.batch_metrics import of_batch
 from hpc_swe.roles.coordinator.batches import BatchSettings, GroupDecision, build_batches, decide, plan_batch
 from hpc_swe.roles.coordinator.dispatch import RequestPlan
 from hpc_swe.roles.coordinator.groups import Group, Ledger, Member, parse_name
-from hpc_swe.settings import BatchesConfig, GroupsConfig
-from hpc_swe.store.spool import Address
 from tests.kit.made_episodes import array, episode, scored, turn
 
 KEY = ("train", 0)

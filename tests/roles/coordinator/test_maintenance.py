@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_swe.records import (
+from hpc_swe.base.records import (
     CoordinatorState,
     EndpointTable,
     Node,
@@ -15,14 +15,14 @@ from hpc_swe.records import (
     StatusReport,
     WeightVersion,
 )
+from hpc_swe.base.store import atomic, folders
+from hpc_swe.base.store.spool import Spool
+from hpc_swe.config.settings import CoordinatorConfig, RetentionConfig
 from hpc_swe.roles.coordinator import batches
 from hpc_swe.roles.coordinator.loop import Coordinator
 from hpc_swe.roles.coordinator.maintenance import ORPHAN_S
 from hpc_swe.roles.coordinator.retention import first_kept_batch, kept_checkpoints, superseded
 from hpc_swe.roles.coordinator.snapshot import Progress
-from hpc_swe.settings import CoordinatorConfig, RetentionConfig
-from hpc_swe.store import atomic, folders
-from hpc_swe.store.spool import Spool
 from tests.kit.coordinator_kit import (
     Clock,
     export,

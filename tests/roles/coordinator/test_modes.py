@@ -13,10 +13,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from hpc_swe import records
-from hpc_swe.errors import ConfigError, DeadlineError, LostRace, StorageError
-from hpc_swe.metrics import Log, decode
-from hpc_swe.records import (
+from hpc_swe.base import records
+from hpc_swe.base.errors import ConfigError, DeadlineError, LostRace, StorageError
+from hpc_swe.base.metrics import Log, decode
+from hpc_swe.base.records import (
     Batch,
     EndpointTable,
     Message,
@@ -28,17 +28,17 @@ from hpc_swe.records import (
     StatusReport,
     WeightVersion,
 )
+from hpc_swe.base.store import atomic, evals
+from hpc_swe.base.store.evals import Attempt
+from hpc_swe.base.store.lease import Lease
+from hpc_swe.base.store.spool import Spool
+from hpc_swe.config.settings import CoordinatorConfig, GroupsConfig, SupervisionConfig
 from hpc_swe.roles.coordinator import archive, batches, sft
 from hpc_swe.roles.coordinator.dispatch import RequestPlan
 from hpc_swe.roles.coordinator.evaluation import Evaluating, Evaluator, summary
 from hpc_swe.roles.coordinator.loop import Coordinator
 from hpc_swe.roles.coordinator.snapshot import Progress
 from hpc_swe.roles.coordinator.supervision import Supervision
-from hpc_swe.settings import CoordinatorConfig, GroupsConfig, SupervisionConfig
-from hpc_swe.store import atomic, evals
-from hpc_swe.store.evals import Attempt
-from hpc_swe.store.lease import Lease
-from hpc_swe.store.spool import Spool
 from tests.kit import crash
 from tests.kit.coordinator_kit import (
     HELD_OUT,

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from hpc_swe import records
-from hpc_swe.errors import ConfigError
-from hpc_swe.records import Sample
+from hpc_swe.base import records
+from hpc_swe.base.errors import ConfigError
+from hpc_swe.base.records import Sample
 from hpc_swe.roles.coordinator.batch_metrics import of_packing
 from hpc_swe.roles.coordinator.packing import cost, pack, pack_minibatches, token_weights
 from tests.kit.made_episodes import array

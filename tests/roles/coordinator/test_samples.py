@@ -3,8 +3,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_swe import records
-from hpc_swe.records import VersionSpan, WeightVersion
+from hpc_swe.base import records
+from hpc_swe.base.records import VersionSpan, WeightVersion
 from hpc_swe.roles.coordinator.samples import add_routing, find_flaw, leaf_chains, make_samples, trained_turns
 from tests.kit.made_episodes import array, episode, trained_ids, turn
 

@@ -3,17 +3,17 @@
 import pytest
 from msgspec.structs import replace
 
-from hpc_swe.plugins.advantages.base import Advantage
-from hpc_swe.plugins.advantages.grpo import Grpo
-from hpc_swe.plugins.advantages.max_rl import MaxRl
-from hpc_swe.plugins.advantages.rloo import Rloo
-from hpc_swe.plugins.advantages.shuffled import Shuffled
-from hpc_swe.records import RolloutRequest, Sampling, ScoredEpisode
+from hpc_swe.base.records import RolloutRequest, Sampling, ScoredEpisode
+from hpc_swe.config.settings import BatchesConfig, GroupsConfig, ShapingConfig
+from hpc_swe.models.advantages.base import Advantage
+from hpc_swe.models.advantages.grpo import Grpo
+from hpc_swe.models.advantages.max_rl import MaxRl
+from hpc_swe.models.advantages.rloo import Rloo
+from hpc_swe.models.advantages.shuffled import Shuffled
 from hpc_swe.roles.coordinator import batches
 from hpc_swe.roles.coordinator.batches import BatchSettings
 from hpc_swe.roles.coordinator.groups import Group, Member
 from hpc_swe.roles.coordinator.shaping import overlong, penalty
-from hpc_swe.settings import BatchesConfig, GroupsConfig, ShapingConfig
 from tests.kit.coordinator_kit import result
 
 SOFT = ShapingConfig(overlong_from=100, overlong_to=200, overlong_penalty=2.0)

@@ -3,22 +3,16 @@
 import msgspec
 import pytest
 
-from hpc_swe.errors import StuckRun
-from hpc_swe.records import Node, WeightVersion
+from hpc_swe.base.errors import StuckRun
+from hpc_swe.base.records import Node, WeightVersion
+from hpc_swe.base.rundir import SPOOLS
+from hpc_swe.base.store import atomic, supervision
+from hpc_swe.base.store.lease import Lease
+from hpc_swe.base.store.spool import STATES, Address
+from hpc_swe.base.store.supervision import Clocks, RunPart
+from hpc_swe.config.settings import SupervisionConfig
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
-from hpc_swe.roles.coordinator.supervision import (
-    KEPT_VERDICTS,
-    LAST_STACKS_S,
-    REFUSED_S,
-    Supervision,
-    parts,
-)
-from hpc_swe.rundir import SPOOLS
-from hpc_swe.settings import SupervisionConfig
-from hpc_swe.store import atomic, supervision
-from hpc_swe.store.lease import Lease
-from hpc_swe.store.spool import STATES, Address
-from hpc_swe.store.supervision import Clocks, RunPart
+from hpc_swe.roles.coordinator.supervision import KEPT_VERDICTS, LAST_STACKS_S, REFUSED_S, Supervision, parts
 
 ROLES = ("coordinator", "learner", "inference", "rollout", "reward")
 LIMITS = dict.fromkeys(ROLES, 100.0)

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from hpc_swe import config as configuration
-from hpc_swe.errors import ConfigError
-from hpc_swe.metrics import Log
-from hpc_swe.plugins.agents.base import Reply
-from hpc_swe.plugins.sandboxes.process import Process
-from hpc_swe.records import Sample, id_array
-from hpc_swe.rundir import RunDir
-from hpc_swe.tokenization import token_builder
+from hpc_swe.agents.loops.base import Reply
+from hpc_swe.agents.sandboxes.process import Process
+from hpc_swe.base.errors import ConfigError
+from hpc_swe.base.metrics import Log
+from hpc_swe.base.records import Sample, id_array
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.config import config as configuration
+from hpc_swe.config.tokenization import token_builder
 from jobs import coordinator
 from tests.kit.checkout import ROOT
 from tests.kit.toy_model import HERMES, make_model

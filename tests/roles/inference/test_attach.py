@@ -13,17 +13,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from hpc_swe import config as configuration
-from hpc_swe import engine, job_counts
-from hpc_swe.errors import ConfigError, EngineError
-from hpc_swe.plugins.engines._vllm_environment import TOKEN as VARIABLE
-from hpc_swe.plugins.engines.scripted import SCORE, Scripted, ScriptedReply
-from hpc_swe.records import ProbeScore, Sampling, WeightVersion
+from hpc_swe.base.errors import ConfigError, EngineError
+from hpc_swe.base.records import ProbeScore, Sampling, WeightVersion
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic
+from hpc_swe.config import config as configuration
+from hpc_swe.config import job_counts
+from hpc_swe.config.settings import RunConfig
+from hpc_swe.launch import control, existing
+from hpc_swe.models.engines._vllm_environment import TOKEN as VARIABLE
+from hpc_swe.models.engines.scripted import SCORE, Scripted, ScriptedReply
 from hpc_swe.roles.inference.supervisor import free_port
-from hpc_swe.rundir import RunDir
-from hpc_swe.runs import control, existing
-from hpc_swe.settings import RunConfig
-from hpc_swe.store import atomic
+from hpc_swe.view import engine
 from jobs import run as jobs_run
 from tests.kit.checkout import ROOT, environment
 from tests.kit.engine_kit import (
@@ -320,7 +321,7 @@ def test_the_printed_line_shows_its_key_to_no_other_user(tmp_path, somebody, mon
     try:
         until(lambda: config.engine.is_healthy(somebody.url), "health")
         shown = [command(pid) for pid in processes_of(tmp_path)]
-        assert any("hpc_swe.plugins.engines.scripted" in words for words in shown)
+        assert any("hpc_swe.models.engines.scripted" in words for words in shown)
         assert not any(key in words for words in shown)
         assert config.engine.inspect(somebody.url, key).can_update
     finally:

@@ -11,17 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpc_swe import config as configuration
-from hpc_swe import engine
-from hpc_swe.errors import ConfigError
-from hpc_swe.plugins.engines import _http
-from hpc_swe.records import ScoredEpisode, Turn, WeightVersion
+from hpc_swe.base.errors import ConfigError
+from hpc_swe.base.records import ScoredEpisode, Turn, WeightVersion
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic, weights
+from hpc_swe.config import config as configuration
+from hpc_swe.config.settings import RunConfig
+from hpc_swe.launch import control, watch
+from hpc_swe.models.engines import _http
 from hpc_swe.roles.coordinator import archive
 from hpc_swe.roles.inference.supervisor import free_port
-from hpc_swe.rundir import RunDir
-from hpc_swe.runs import control, watch
-from hpc_swe.settings import RunConfig
-from hpc_swe.store import atomic, weights
+from hpc_swe.view import engine
 from tests.kit.checkout import ROOT
 from tests.kit.engine_kit import CPU, TOKEN
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from hpc_swe.errors import NodeError
+from hpc_swe.base.errors import NodeError
 from hpc_swe.roles.inference.child import Child
 from tests.kit.tracing import ALLOWS, traced
 from tests.kit.waiting import until

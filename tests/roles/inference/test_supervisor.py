@@ -15,16 +15,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from hpc_swe.errors import EngineError, StuckRun
-from hpc_swe.gpu_turns import LearnerTurn
-from hpc_swe.plugins.engines.scripted import SCORE, Scripted, ScriptedReply
-from hpc_swe.records import ProbeScore, Role, Sampling, WeightManifest, WeightVersion
+from hpc_swe.base.errors import EngineError, StuckRun
+from hpc_swe.base.records import ProbeScore, Role, Sampling, WeightManifest, WeightVersion
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic, folders, weights
+from hpc_swe.base.store.lease import Lease
+from hpc_swe.cluster.gpu_turns import LearnerTurn
+from hpc_swe.config.settings import InferenceConfig, LeaseConfig, SupervisionConfig
+from hpc_swe.models.engines.scripted import SCORE, Scripted, ScriptedReply
 from hpc_swe.roles.coordinator.supervision import Supervision
 from hpc_swe.roles.inference.supervisor import MAX_REFUSALS, Supervisor
-from hpc_swe.rundir import RunDir
-from hpc_swe.settings import InferenceConfig, LeaseConfig, SupervisionConfig
-from hpc_swe.store import atomic, folders, weights
-from hpc_swe.store.lease import Lease
 from tests.kit.coordinator_kit import STEPS, make_maintenance, training
 from tests.kit.crash import in_child
 from tests.kit.engine_kit import (

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from hpc_swe.records import WeightVersion
+from hpc_swe.base.records import WeightVersion
 from tests.kit.engine_kit import (
     CPU,
     TOKEN,

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_swe.records import MicroBatch
-from hpc_swe.rundir import RunDir
+from hpc_swe.base.records import MicroBatch
+from hpc_swe.base.rundir import RunDir
 
 
 @pytest.fixture(scope="session")

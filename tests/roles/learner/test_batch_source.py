@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from hpc_swe.errors import CorruptRecord, DeadlineError, LostRace, StorageError
-from hpc_swe.records import (
+from hpc_swe.base.errors import CorruptRecord, DeadlineError, LostRace, StorageError
+from hpc_swe.base.records import (
     BatchManifest,
     CheckpointManifest,
     CoordinatorState,
@@ -14,11 +14,11 @@ from hpc_swe.records import (
     StatusReport,
     WeightVersion,
 )
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic, checkpoints, folders, orders, weights
 from hpc_swe.roles.learner.batch_source import SILENT_PULSES, BatchSource, Order
 from hpc_swe.roles.learner.collective import on_all_ranks, on_rank_zero
 from hpc_swe.roles.learner.publish import Publisher, Snapshots, take_incarnation
-from hpc_swe.rundir import RunDir
-from hpc_swe.store import atomic, checkpoints, folders, orders, weights
 from tests.kit.crash import in_child
 
 

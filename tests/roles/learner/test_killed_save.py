@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.slow
 
-from hpc_swe.store import atomic  # noqa: E402
+from hpc_swe.base.store import atomic  # noqa: E402
 from jobs.run import Gang, supervise  # noqa: E402
 from tests.kit.checkout import environment  # noqa: E402
 from tests.kit.ranks import gang  # noqa: E402

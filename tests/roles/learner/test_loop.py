@@ -17,29 +17,15 @@ import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from hpc_swe import records  # noqa: E402
-from hpc_swe.errors import ConfigError, LostRace, NodeError, StorageError  # noqa: E402
-from hpc_swe.plugins.engines._vllm_files import Link, Wanted, build  # noqa: E402
-from hpc_swe.records import (  # noqa: E402
-    CheckpointManifest,
-    MicroBatch,
-    WeightManifest,
-    WeightVersion,
-)
+from hpc_swe.base import records  # noqa: E402
+from hpc_swe.base.errors import ConfigError, LostRace, NodeError, StorageError  # noqa: E402
+from hpc_swe.base.records import CheckpointManifest, MicroBatch, WeightManifest, WeightVersion  # noqa: E402
+from hpc_swe.base.rundir import RunDir  # noqa: E402
+from hpc_swe.base.store import atomic, folders, skipped, stop_signs  # noqa: E402
+from hpc_swe.models.engines._vllm_files import Link, Wanted, build  # noqa: E402
 from hpc_swe.roles.learner.publish import take_incarnation  # noqa: E402
-from hpc_swe.rundir import RunDir  # noqa: E402
-from hpc_swe.store import atomic, folders, skipped, stop_signs  # noqa: E402
 from tests.kit.ranks import gang, tiny  # noqa: E402
-from tests.kit.ranks.training import (  # noqa: E402
-    STEPS,
-    assert_same,
-    end,
-    make_run,
-    publish,
-    reported,
-    start,
-    weights,
-)
+from tests.kit.ranks.training import STEPS, assert_same, end, make_run, publish, reported, start, weights  # noqa: E402
 from tests.kit.waiting import until  # noqa: E402
 
 

@@ -10,8 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hpc_swe.metrics import meaning  # noqa: E402
-from hpc_swe.plugins.policies.base import LossConfig, TrainedTokens  # noqa: E402
+from hpc_swe.base.metrics import meaning  # noqa: E402
+from hpc_swe.models.policies.base import LossConfig, TrainedTokens  # noqa: E402
 from hpc_swe.roles.learner import objectives  # noqa: E402
 from hpc_swe.roles.learner.loss import PolicyObjective, load  # noqa: E402
 

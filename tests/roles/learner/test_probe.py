@@ -1,6 +1,6 @@
 """The text that learner and engines compare after each swap."""
 
-from hpc_swe.conversation.tokens import Tokens
+from hpc_swe.agents.chat.tokens import Tokens
 from hpc_swe.roles.learner.probe import LENGTH, probe_ids
 from tests.kit.toy_model import HERMES, make_model
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from hpc_swe.errors import NodeError
-from hpc_swe.records import CheckpointManifest, Manifest, WeightManifest, WeightVersion
+from hpc_swe.base.errors import NodeError
+from hpc_swe.base.records import CheckpointManifest, Manifest, WeightManifest, WeightVersion
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import folders, skipped
 from hpc_swe.roles.learner.publish import _checkpoints
-from hpc_swe.rundir import RunDir
-from hpc_swe.store import folders, skipped
 
 
 def published(folder: Path, manifest: Manifest) -> None:

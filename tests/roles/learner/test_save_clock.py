@@ -5,10 +5,10 @@ import time
 import msgspec
 import pytest
 
-from hpc_swe.records import Batch, BatchManifest, CheckpointManifest, CoordinatorState
+from hpc_swe.base.records import Batch, BatchManifest, CheckpointManifest, CoordinatorState
+from hpc_swe.base.store import folders
 from hpc_swe.roles.learner.batch_source import Order
 from hpc_swe.roles.learner.loop import WORTH, LearnerPlan, SaveClock, learn
-from hpc_swe.store import folders
 from tests.kit.one_rank import OneRank
 
 SAVING_S = 0.2

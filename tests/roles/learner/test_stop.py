@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from hpc_swe.rundir import RunDir
-from hpc_swe.settings import StopConfig
-from hpc_swe.store import stop_signs
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import stop_signs
+from hpc_swe.config.settings import StopConfig
 from tests.kit.coordinator_kit import rundir
 
 stop = pytest.importorskip("hpc_swe.roles.learner.stop")

@@ -8,12 +8,12 @@ from itertools import count
 import msgspec
 import pytest
 
-from hpc_swe.errors import LostRace, NodeError
-from hpc_swe.records import Batch, BatchManifest, CoordinatorState
+from hpc_swe.base.errors import LostRace, NodeError
+from hpc_swe.base.records import Batch, BatchManifest, CoordinatorState
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import folders, skipped
 from hpc_swe.roles.learner.loop import LearnerPlan, learn
 from hpc_swe.roles.learner.publish import Publisher, Snapshots, take_incarnation
-from hpc_swe.rundir import RunDir
-from hpc_swe.store import folders, skipped
 from tests.kit.crash import in_child, refuse
 from tests.kit.one_rank import OneRank
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc_swe.records import Task, TestPlan
+from hpc_swe.base.records import Task, TestPlan
 
 
 @pytest.fixture(scope="session")

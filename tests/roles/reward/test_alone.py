@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from hpc_swe import config as configuration
-from hpc_swe.errors import SandboxError
-from hpc_swe.plugins.graders.base import GRADER_BROKE
-from hpc_swe.records import Episode
+from hpc_swe.base.errors import SandboxError
+from hpc_swe.base.records import Episode
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import tasks
+from hpc_swe.base.store.spool import Spool
+from hpc_swe.config import config as configuration
+from hpc_swe.launch import control
 from hpc_swe.roles.reward.alone import Patience, watch
-from hpc_swe.rundir import RunDir
-from hpc_swe.runs import control
-from hpc_swe.store import tasks
-from hpc_swe.store.spool import Spool
+from hpc_swe.tasks.graders.base import GRADER_BROKE
 from tests.kit.checkout import ROOT, environment
 from tests.kit.tracing import ALLOWS, traced
 from tests.kit.waiting import DEADLINE_S, until

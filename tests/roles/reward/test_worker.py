@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from hpc_swe.errors import ConfigError, SandboxError
-from hpc_swe.plugins.sandboxes.base import Sandboxes
-from hpc_swe.plugins.sandboxes.process import Process
-from hpc_swe.records import Episode, RolloutRequest, Sampling, Score, ScoredEpisode, Task, Timing
+from hpc_swe.agents.sandboxes.base import Sandboxes
+from hpc_swe.agents.sandboxes.process import Process
+from hpc_swe.base.errors import ConfigError, SandboxError
+from hpc_swe.base.records import Episode, RolloutRequest, Sampling, Score, ScoredEpisode, Task, Timing
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store.lease import Lease
+from hpc_swe.base.store.spool import Spool
+from hpc_swe.config.settings import RewardConfig
 from hpc_swe.roles.reward.worker import MAX_DETAIL, RewardResources, sentinel, worker
-from hpc_swe.rundir import RunDir
-from hpc_swe.settings import RewardConfig
-from hpc_swe.store.lease import Lease
-from hpc_swe.store.spool import Spool
 from tests.kit.checkout import environment
 from tests.kit.waiting import DEADLINE_S, until
 
@@ -201,7 +201,7 @@ def test_a_worker_that_is_told_to_end_gives_back_and_waits_for_nothing(run):
     program = f"""
 from pathlib import Path
 from tests.roles.reward.test_worker import *
-from hpc_swe.records import TestPlan
+from hpc_swe.base.records import TestPlan
 task = Task(task_id="t", taskset="", prompt="", image="", workdir="/", tests=TestPlan(
     command="", fail_to_pass=[], timeout_s=1.0))
 run = RunDir(Path({str(run.root)!r}))

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc_swe.conversation import TokenBuilder
-from hpc_swe.records import Sampling
-from hpc_swe.rundir import RunDir
+from hpc_swe.agents.chat import TokenBuilder
+from hpc_swe.base.records import Sampling
+from hpc_swe.base.rundir import RunDir
 from tests.kit import recording
 from tests.kit.forms import FORMS, Part, form
 from tests.kit.recording import V1, Stage, serve

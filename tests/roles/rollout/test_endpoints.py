@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from hpc_swe.errors import EngineError, NoAnswer
-from hpc_swe.records import Endpoint, EndpointTable, WeightVersion
+from hpc_swe.base.errors import EngineError, NoAnswer
+from hpc_swe.base.records import Endpoint, EndpointTable, WeightVersion
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic
 from hpc_swe.roles.rollout.endpoints import LOADING_S, PATIENCE_S, Endpoints
-from hpc_swe.rundir import RunDir
-from hpc_swe.store import atomic
 from tests.kit.coordinator_kit import Clock
 
 

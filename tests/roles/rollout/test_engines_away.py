@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hpc_swe.plugins.agents.base import Chat
-from hpc_swe.plugins.sandboxes.base import Sandbox
-from hpc_swe.records import Endpoint, EndpointTable, ExitStatus, Message, Node
-from hpc_swe.store import atomic
+from hpc_swe.agents.loops.base import Chat
+from hpc_swe.agents.sandboxes.base import Sandbox
+from hpc_swe.base.records import Endpoint, EndpointTable, ExitStatus, Message, Node
+from hpc_swe.base.store import atomic
 from tests.kit.stage import V1, Company, Doing, company
 from tests.kit.waiting import DEADLINE_S, until
 

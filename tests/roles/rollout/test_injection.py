@@ -14,13 +14,13 @@ from functools import cache
 import msgspec
 import pytest
 
-from hpc_swe.conversation import template
-from hpc_swe.plugins.agents.base import Result
-from hpc_swe.plugins.agents.tool_agent import ToolAgent
-from hpc_swe.plugins.sandboxes.apptainer import Apptainer
-from hpc_swe.plugins.sandboxes.base import Sandboxes
-from hpc_swe.plugins.sandboxes.process import Process
-from hpc_swe.records import Message, Task, TestPlan, ToolCall, Turn, id_array
+from hpc_swe.agents.chat import template
+from hpc_swe.agents.loops.base import Result
+from hpc_swe.agents.loops.tool_agent import ToolAgent
+from hpc_swe.agents.sandboxes.apptainer import Apptainer
+from hpc_swe.agents.sandboxes.base import Sandboxes
+from hpc_swe.agents.sandboxes.process import Process
+from hpc_swe.base.records import Message, Task, TestPlan, ToolCall, Turn, id_array
 from tests.kit.checkout import IMAGES
 from tests.kit.forms import FORMS, NAMES, Part, call, thought
 from tests.kit.recording import Stage

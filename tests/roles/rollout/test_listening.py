@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from hpc_swe.conversation import TokenBuilder
-from hpc_swe.errors import ConfigError, SandboxError
-from hpc_swe.plugins.agents.base import ChatAddress
-from hpc_swe.plugins.sandboxes.apptainer import Apptainer
-from hpc_swe.plugins.sandboxes.base import Sandbox
-from hpc_swe.records import Task, TestPlan
+from hpc_swe.agents.chat import TokenBuilder
+from hpc_swe.agents.loops.base import ChatAddress
+from hpc_swe.agents.sandboxes.apptainer import Apptainer
+from hpc_swe.agents.sandboxes.base import Sandbox
+from hpc_swe.base.errors import ConfigError, SandboxError
+from hpc_swe.base.records import Task, TestPlan
+from hpc_swe.base.rundir import RunDir
 from hpc_swe.roles.rollout import openai_server
-from hpc_swe.rundir import RunDir
 from tests.kit.recording import stage
 
 pytestmark = pytest.mark.slow

@@ -16,12 +16,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from hpc_swe.conversation import TokenBuilder
-from hpc_swe.errors import EngineError
-from hpc_swe.plugins.agents.base import ChatAddress
-from hpc_swe.records import ExitStatus, Sampling, id_array
+from hpc_swe.agents.chat import TokenBuilder
+from hpc_swe.agents.loops.base import ChatAddress
+from hpc_swe.base.errors import EngineError
+from hpc_swe.base.records import ExitStatus, Sampling, id_array
+from hpc_swe.base.rundir import RunDir
 from hpc_swe.roles.rollout import openai_server
-from hpc_swe.rundir import RunDir
 from tests.kit.recording import REPLIES, Stage, stage
 from tests.kit.toy_model import HERMES, make_model
 from tests.kit.waiting import DEADLINE_S

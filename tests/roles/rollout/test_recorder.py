@@ -12,25 +12,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from hpc_swe.conversation import TokenBuilder
-from hpc_swe.errors import ConfigError, EngineError, SandboxError
-from hpc_swe.plugins.agents.base import ContextFull, Reply
-from hpc_swe.plugins.engines.base import Completion
-from hpc_swe.records import (
-    FREE,
-    Message,
-    Node,
-    Sampling,
-    ToolCall,
-    WeightVersion,
-    float_array,
-    id_array,
-)
+from hpc_swe.agents.chat import TokenBuilder
+from hpc_swe.agents.loops.base import ContextFull, Reply
+from hpc_swe.base.errors import ConfigError, EngineError, SandboxError
+from hpc_swe.base.records import FREE, Message, Node, Sampling, ToolCall, WeightVersion, float_array, id_array
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic
+from hpc_swe.models.engines.base import Completion
 from hpc_swe.roles.coordinator.samples import add_routing, make_samples
 from hpc_swe.roles.rollout.endpoints import Endpoints
 from hpc_swe.roles.rollout.recorder import Recorder
-from hpc_swe.rundir import RunDir
-from hpc_swe.store import atomic
 from tests.kit.made_episodes import episode
 from tests.kit.recording import REPLIES, V1, serve, stage
 from tests.kit.toy_engine import Call, ToyEngine, cut_at

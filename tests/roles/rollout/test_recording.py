@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_swe.plugins.agents.base import Reply
-from hpc_swe.records import Message, Turn, float_array, id_array
+from hpc_swe.agents.loops.base import Reply
+from hpc_swe.base.records import Message, Turn, float_array, id_array
 from hpc_swe.roles.coordinator.samples import find_flaw, make_samples
 from tests.kit.forms import FORMS, NAMES, call, thought
 from tests.kit.made_episodes import episode

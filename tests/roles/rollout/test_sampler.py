@@ -13,15 +13,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from hpc_swe.errors import EngineError, NoAnswer, Overdue
-from hpc_swe.plugins.engines.base import NEW, Completion, Prefix
-from hpc_swe.plugins.engines.scripted import Scripted, ScriptedReply
-from hpc_swe.records import Endpoint, EndpointTable, IdArray, Node, Sampling, WeightVersion
+from hpc_swe.base.errors import EngineError, NoAnswer, Overdue
+from hpc_swe.base.records import Endpoint, EndpointTable, IdArray, Node, Sampling, WeightVersion
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic
+from hpc_swe.models.engines.base import NEW, Completion, Prefix
+from hpc_swe.models.engines.scripted import Scripted, ScriptedReply
 from hpc_swe.roles.inference.supervisor import free_port
 from hpc_swe.roles.rollout.endpoints import Endpoints
 from hpc_swe.roles.rollout.sampler import Sampled, Sampler
-from hpc_swe.rundir import RunDir
-from hpc_swe.store import atomic
 from tests.kit.waiting import until
 
 PROMPT = np.asarray([5, 6], "<i4")

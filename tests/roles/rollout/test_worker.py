@@ -14,13 +14,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpc_swe.errors import AgentError, EngineError, SandboxError
-from hpc_swe.plugins.agents.base import Chat, ContextFull
-from hpc_swe.plugins.sandboxes.base import Sandbox
-from hpc_swe.plugins.sandboxes.process import Process
-from hpc_swe.records import Episode, ExitStatus, Message, Node, RolloutRequest, Task, float_array, id_array
-from hpc_swe.store import atomic
-from hpc_swe.store.spool import Address, Spool
+from hpc_swe.agents.loops.base import Chat, ContextFull
+from hpc_swe.agents.sandboxes.base import Sandbox
+from hpc_swe.agents.sandboxes.process import Process
+from hpc_swe.base.errors import AgentError, EngineError, SandboxError
+from hpc_swe.base.records import (
+    Episode,
+    ExitStatus,
+    Message,
+    Node,
+    RolloutRequest,
+    Task,
+    float_array,
+    id_array,
+)
+from hpc_swe.base.store import atomic
+from hpc_swe.base.store.spool import Address, Spool
 from tests.kit.checkout import environment
 from tests.kit.stage import REPLIES, V1, Company, Doing, company
 from tests.kit.toy_engine import cut_at

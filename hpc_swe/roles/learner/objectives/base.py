@@ -5,7 +5,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from hpc_swe.plugins.policies.base import LossConfig, TrainedTokens
+from hpc_swe.models.policies.base import LossConfig, TrainedTokens
 
 LARGEST = 20.0  # log-ratios beyond it are clamped, so that their exponentials stay finite
 

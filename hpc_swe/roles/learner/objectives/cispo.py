@@ -7,7 +7,7 @@ in the experiments of MiniMax-M1 (arXiv 2506.13585, section 3.1) there is no low
 is never steeper than |A| ratio_cap.
 """
 
-from hpc_swe.plugins.policies.base import LossConfig, TrainedTokens
+from hpc_swe.models.policies.base import LossConfig, TrainedTokens
 from hpc_swe.roles.learner.objectives.base import TokenObjective, TokenTerms, ratio_of
 
 

@@ -9,7 +9,7 @@ pi_prox / mu lies outside mask_low .. mask_high have term 0.
 
 from torch import Tensor
 
-from hpc_swe.plugins.policies.base import LossConfig, TrainedTokens
+from hpc_swe.models.policies.base import LossConfig, TrainedTokens
 from hpc_swe.roles.learner.objectives.base import (
     TokenObjective,
     TokenTerms,

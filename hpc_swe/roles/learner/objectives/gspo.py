@@ -9,7 +9,7 @@ With `batches.aggregate = "seq_mean_token_mean"` and one sample per episode, the
 that of eq. 5 in Zheng et al. 2025, arXiv 2507.18071. Other aggregations give sequences other weights.
 """
 
-from hpc_swe.plugins.policies.base import LossConfig, TrainedTokens
+from hpc_swe.models.policies.base import LossConfig, TrainedTokens
 from hpc_swe.roles.learner.objectives.base import (
     LARGEST,
     TokenObjective,

@@ -1,6 +1,6 @@
 """Clip around the sampler's own probabilities: r = pi / mu, term = ppo(r, A)."""
 
-from hpc_swe.plugins.policies.base import LossConfig, TrainedTokens
+from hpc_swe.models.policies.base import LossConfig, TrainedTokens
 from hpc_swe.roles.learner.objectives.base import TokenObjective, TokenTerms, ppo, ratio_of, stopped
 
 

@@ -1,6 +1,6 @@
 """Learn given conversations: term = -log pi."""
 
-from hpc_swe.plugins.policies.base import LossConfig, TrainedTokens
+from hpc_swe.models.policies.base import LossConfig, TrainedTokens
 from hpc_swe.roles.learner.objectives.base import TokenObjective, TokenTerms
 
 

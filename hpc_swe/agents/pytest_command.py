@@ -1,0 +1,63 @@
+"""Build the command that runs a task's tests."""
+
+import posixpath
+import shlex
+
+from hpc_swe.base.errors import ConfigError
+from hpc_swe.base.records import Task
+
+_UNUSED = ("cacheprovider", "doctest", "faulthandler", "junitxml", "nose", "pastebin")
+FEWER_PLUGINS = [option for name in _UNUSED for option in ("-p", f"no:{name}")]
+"""Options that disable plugins of pytest itself which change no test; a run then starts in half the time.
+
+Without the options of the plugin "debugging" every test of a unittest.TestCase would fail.
+"""
+
+_NO_WARNING = ["-W", "ignore:Module already imported"]
+"""The warm interpreter loads plugins before pytest can rewrite their assertions, and pytest would say so."""
+
+
+def arguments(task: Task) -> list[str]:
+    """Return what the task's test command passes to pytest; raise ConfigError if it is no call of pytest."""
+    try:
+        words = shlex.split(task.tests.command)
+    except ValueError:  # a quotation mark that nothing closes
+        words = []
+    for opening in (["python", "-m", "pytest"], ["python3", "-m", "pytest"], ["pytest"]):
+        if words[: len(opening)] == opening:
+            return words[len(opening) :]
+    raise ConfigError(
+        f"task {task.task_id}: tests.command {task.tests.command!r} is not 'python -m pytest ...'"
+    )
+
+
+def visible(task: Task) -> list[str]:
+    """Return the arguments that name tests among the task's own files, which an agent can see and run.
+
+    A command that names nothing runs what lies in the work directory. Return nothing if the task has no files
+    of its own, as a repository's tasks, or if the command is no call of pytest.
+    """
+    if not task.files:
+        return []
+    try:
+        given = arguments(task)
+    except ConfigError:
+        return []
+    places = [each for each in given if not each.startswith("-")] or ["."]
+    return [each for each in places if _holds(each.partition("::")[0], task)]
+
+
+def _holds(place: str, task: Task) -> bool:
+    """Return whether a path is that of a file of the task, or of a folder with one."""
+    path = posixpath.normpath(place)
+    return path == "." or any(file == path or file.startswith(f"{path}/") for file in task.files)
+
+
+def program(arguments: list[str]) -> str:
+    """Return a Python program that runs pytest in the work directory."""
+    return (
+        "import sys, pytest\n"
+        "sys.dont_write_bytecode = True\n"
+        "sys.path.insert(0, '')\n"
+        f"raise SystemExit(pytest.main({[*FEWER_PLUGINS, *_NO_WARNING, *arguments]!r}))\n"
+    )

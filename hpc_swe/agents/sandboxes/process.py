@@ -1,0 +1,176 @@
+"""Run commands as plain subprocesses in a temporary folder, without any isolation.
+
+This serves machines without Apptainer, and tests of everything else. The policy's code runs as your user.
+"""
+
+import fcntl
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from functools import cache, partial
+from pathlib import Path
+
+from hpc_swe.agents.sandboxes._exchange import PipedProgram, collected, passed_on, pipes
+from hpc_swe.agents.sandboxes._interpreter import Command
+from hpc_swe.agents.sandboxes._program import thread_variables
+from hpc_swe.agents.sandboxes._tree import Tree
+from hpc_swe.agents.sandboxes.base import INTERRUPT, Clock, CommandResult, ProgramSession, Sandbox, add_files
+from hpc_swe.base.errors import SandboxError, boundary
+from hpc_swe.base.loader import Plugin
+from hpc_swe.base.records import Task
+from hpc_swe.cluster.processes import die_with_parent, kill_and_wait
+
+MARK = "HPC_SWE_SANDBOX"
+"""Environment variable of all its processes; a process shows the environment with which it began."""
+SESSION_MARK = "HPC_SWE_SESSION"
+"""Environment variable of a session's processes, which go on when a command ends."""
+CLOCK_CHECK_S = 0.2
+"""Seconds between two readings of a clock other than wall time."""
+STOP_S = 15.0
+"""Seconds in which a command's reaper must end all its processes."""
+
+log = logging.getLogger(__name__)
+
+
+class Process(Plugin, frozen=True, kw_only=True):
+    """Provide no isolation: the work directory is a temporary folder, and the task's image is ignored."""
+
+    scratch: str = ""
+    """Folder for work directories; empty means the system's."""
+    output_bytes: int = 64_000
+    """Bytes of a command's output that are kept."""
+    read_bytes: int = 1_000_000
+    """Bytes of a file that are read."""
+    threads: int = 1
+    """Threads that a numerical library starts in each process (OMP_NUM_THREADS and its like), for agents and
+    graders; 0 is one for each core."""
+
+    def check(self) -> None:
+        """Accept every machine, and warn once."""
+        _warn()
+
+    @contextmanager
+    def open(self, task: Task) -> Iterator[Sandbox]:
+        """Open a fresh folder with the task's files; `Task.absent` removes nothing from this machine."""
+        _warn()
+        place = self.scratch or None
+        with (
+            tempfile.TemporaryDirectory(prefix="hpc_swe.", dir=place, ignore_cleanup_errors=True) as folder,
+            closing(_Folder(folder, self)) as sandbox,
+        ):
+            add_files(sandbox, task.files, f"lay out the files of {task.task_id}")
+            yield sandbox
+
+
+class _Folder(Tree):
+    def __init__(self, folder: str, settings: Process) -> None:
+        super().__init__(os.open(folder, os.O_RDONLY | os.O_DIRECTORY), settings.read_bytes)
+        self._home = folder
+        self._output_bytes = settings.output_bytes
+        self._threads = settings.threads
+
+    def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
+        return self._run("shell", command, timeout_s, clock or time.monotonic)
+
+    def python(self, program: str, timeout_s: float) -> CommandResult:
+        """Run a Python program in a fork of the warm interpreter."""
+        return self._run("python", program, timeout_s, time.monotonic)
+
+    @contextmanager
+    def session(self, program: str, python: str = "") -> Iterator[ProgramSession]:
+        with pipes() as made, tempfile.TemporaryFile() as output:
+            fcntl.fcntl(output, fcntl.F_SETFL, os.O_APPEND)
+            with passed_on(made) as ends, boundary(SandboxError, "start a session"):
+                process = subprocess.Popen(
+                    [python or sys.executable, "-I", "-c", program, *map(str, ends)],
+                    cwd=self._home,
+                    env=self._environment() | {SESSION_MARK: "1"},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output.fileno(),
+                    stderr=output.fileno(),
+                    pass_fds=ends,
+                    start_new_session=True,
+                    preexec_fn=die_with_parent,
+                )
+            try:
+                interrupt = partial(process.send_signal, INTERRUPT)
+                yield PipedProgram(made, output.fileno(), self._output_bytes, interrupt)
+            finally:
+                process.kill()
+                _kill_all(self._home)
+                kill_and_wait(process)
+
+    def listen(self, port: int) -> socket.socket:
+        with boundary(SandboxError, "listen on a free port"):
+            return socket.create_server(("127.0.0.1", 0))
+
+    def _run(self, kind: str, program: str, timeout_s: float, clock: Clock) -> CommandResult:
+        command = Command(kind, self._home, self._environment())
+        with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as output:
+            os.pwrite(source.fileno(), program.encode(), 0)
+            with command.running(source.fileno(), output.fileno()) as host:
+                answer = _await(host, timeout_s, clock)
+                if timed_out := answer is None:
+                    answer = _stop(host)
+            if not answer:  # a process of the sandbox has killed the reaper, or stopped it
+                _kill_all(self._home, but=SESSION_MARK)
+            text = collected(output.fileno(), self._output_bytes)
+        code = 137 if timed_out else int(answer or 137)
+        return CommandResult(exit_code=code, output=text, timed_out=timed_out)
+
+    def _environment(self) -> dict[str, str]:
+        path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
+        about = {"PATH": path, "HOME": self._home, MARK: self._home}
+        about |= {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
+        return about | thread_variables(self._threads)
+
+
+def _await(host: socket.socket, timeout_s: float, clock: Clock) -> bytes | None:
+    """Return a command's exit code, nothing if its reaper has ended, or None when the time is over."""
+    deadline = clock() + timeout_s
+    while (left_s := deadline - clock()) > 0:
+        host.settimeout(min(left_s, CLOCK_CHECK_S))
+        with suppress(TimeoutError):
+            return host.recv(16)
+    return None
+
+
+def _stop(host: socket.socket) -> bytes:
+    host.settimeout(STOP_S)
+    with suppress(OSError):
+        host.send(b"stop")
+        return host.recv(16)
+    return b""
+
+
+def _kill_all(folder: str, but: str = "") -> None:
+    """Kill all processes of a sandbox, daemons in other sessions too: their environment names the folder.
+
+    Those that have the variable `but` go on.
+    """
+    mark = f"{MARK}={folder}\0".encode()
+    passes = 2  # a process that is just executing a program shows an empty environment
+    for _ in range(100):
+        found = False
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it ended meanwhile, or is another user's
+                variables = (entry / "environ").read_bytes()
+                if mark in variables and not (but and but.encode() in variables):
+                    os.kill(int(entry.name), signal.SIGKILL)
+                    found = True
+        passes = 2 if found else passes - 1
+        if not passes:
+            return
+        time.sleep(0.01)
+
+
+@cache
+def _warn() -> None:
+    log.warning("unisolated: sandbox type 'process' runs the policy's code as this user, with no isolation")

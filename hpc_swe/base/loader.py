@@ -1,0 +1,104 @@
+"""Load the plugins that a configuration names. A plugin is one frozen struct in one file.
+
+Its fields are its TOML table, its methods do its work, and its file name is its ``type``:
+
+    [advantage]
+    type = "grpo"            # models/advantages/grpo.py, class Grpo
+    scale_by_std = false     # field of that class
+
+A plugin of your own may be in any importable module: ``type = "my_lab.advantages:Rloo"``. Importing a plugin
+file is cheap; heavy libraries are imported in the method that needs them.
+"""
+
+import importlib
+import pkgutil
+import re
+from typing import Any, get_args, get_origin
+
+import msgspec
+from msgspec import Struct, ValidationError, convert
+from msgspec.structs import asdict
+
+from hpc_swe.base.cli import suggestion
+from hpc_swe.base.errors import ConfigError
+
+PACKAGES = {
+    "advantages": "hpc_swe.models.advantages",
+    "agents": "hpc_swe.agents.loops",
+    "engines": "hpc_swe.models.engines",
+    "executors": "hpc_swe.cluster.executors",
+    "graders": "hpc_swe.tasks.graders",
+    "policies": "hpc_swe.models.policies",
+    "sandboxes": "hpc_swe.agents.sandboxes",
+    "tasksets": "hpc_swe.tasks.sets",
+    "tools": "hpc_swe.agents.tools",
+}
+"""Family -> its package: `base` says what a plugin of the family is, and each other public module a type."""
+TABLES = {"policies": "policy", "sandboxes": "sandbox", "tools": "agent.tools"}
+"""Family -> its table in TOML, where that is not the family without its last letter."""
+
+
+class Plugin(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Serve as the base of every plugin."""
+
+
+def load(family: str, table: dict[str, Any]) -> Any:
+    """Build the plugin that a TOML table names.
+
+    Raise ConfigError if the type is unknown, or a field is missing, misspelt or of the wrong type.
+    """
+    if not isinstance(table, dict) or not isinstance(table.get("type"), str):
+        raise ConfigError(
+            f"[{_table(family)}] must be a table with a type; known: {', '.join(known(family))}"
+        )
+    fields = dict(table)
+    kind = fields.pop("type")
+    module, _, name = kind.partition(":") if ":" in kind else (f"{PACKAGES[family]}.{kind}", "", "")
+    try:
+        plugin = getattr(importlib.import_module(module), name or kind.title().replace("_", ""))
+    except (ModuleNotFoundError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and not (error.name and module.startswith(error.name)):
+            raise  # the plugin exists, but something that it imports does not
+        raise ConfigError(
+            f"[{_table(family)}] has no type {kind!r}{suggestion(kind, known(family))}; "
+            f"known: {', '.join(known(family))}; for your own write type = 'package.module:Class'"
+        ) from None
+    try:
+        return convert(fields, plugin)
+    except ValidationError as error:
+        raise ConfigError(f"[{_table(family)}] type = {kind!r}: {error}{hint(plugin, error)}") from None
+
+
+def hint(kind: Any, error: ValidationError) -> str:
+    """Return the end of a message: what a wrong key or value of a type may be, where there are but some."""
+    wrong = re.search(r"unknown field `(.+?)`|Invalid enum value '(.+?)'", str(error))
+    place = re.search(r"`\$(.*)`", str(error))
+    if not wrong:
+        return ""
+    for name in re.findall(r"\.(\w+)|\[.+?\]", place[1] if place else ""):
+        fields = msgspec.structs.fields(kind) if name else ()
+        items = get_args(kind)[:1] if get_origin(kind) is tuple else get_args(kind)[-1:]
+        [kind] = [field.type for field in fields if field.name == name] or items
+    if "at `key` in" in str(error):
+        kind = get_args(kind)[0]
+    known = kind.__struct_fields__ if wrong[1] else [str(value) for value in get_args(kind)]
+    return f"{suggestion(wrong[1] or wrong[2], known)}; known: {', '.join(known) or 'none'}"
+
+
+def dump(plugin: Plugin) -> dict[str, Any]:
+    """Return the TOML table of a plugin, from which `load` builds the same one."""
+    cls = type(plugin)
+    package, _, name = cls.__module__.rpartition(".")
+    kind = name if package in PACKAGES.values() else f"{cls.__module__}:{cls.__name__}"
+    return {"type": kind} | asdict(plugin)
+
+
+def known(family: str) -> list[str]:
+    """List the types of a family that ship with hpc_swe."""
+    package = importlib.import_module(PACKAGES[family])
+    names = (module.name for module in pkgutil.iter_modules(package.__path__))
+    return sorted(name for name in names if name != "base" and not name.startswith("_"))
+
+
+def _table(family: str) -> str:
+    return TABLES.get(family, family.removesuffix("s"))

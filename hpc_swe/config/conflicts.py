@@ -1,0 +1,269 @@
+"""State the rules between several keys of a configuration; each message names the keys and a remedy.
+
+Every configuration keeps the rules of `of_keys`, that of an existing run too. The rules of `of_new_runs` came
+later: a run that was created before them, and breaks one, goes on.
+"""
+
+import re
+from collections.abc import Iterator
+
+from msgspec import to_builtins
+from msgspec.structs import asdict
+
+from hpc_swe.base import loader
+from hpc_swe.cluster.executors.base import SINGLETON_ROLES
+from hpc_swe.config.settings import RunConfig
+from hpc_swe.models.advantages.base import Bounded
+from hpc_swe.models.engines.base import Sleeping
+from hpc_swe.models.policies.base import DeltaPolicy, LossConfig
+
+MOST_STATUS_S = 300.0
+MOST_PASSES, MOST_WITH_SQUARE = 4, 9
+"""Optimizer steps for a batch that old samples stand, without the square of the log-ratio and with it."""
+REPORT_BYTES = 1_000_000
+"""Size of the largest report that tests of a right program may write; a guard of graders keeps to it."""
+NARROW = 0.01
+"""Less than this the ratio of a sequence moves in one step of the weights only by chance."""
+_URL = re.compile(r"https?://[^/@?#\s]+(/[^@?#\s]+)?")
+
+
+def of_keys(config: RunConfig) -> Iterator[str]:
+    """Yield a message for each rule that the configuration breaks."""
+    yield from _contradictions(config)
+    yield from _exceeded_limits(config)
+    yield from _misplaced_bounds(config)
+    if config.hybrid:
+        yield from _missing_for_hybrid(config)
+
+
+def of_new_runs(config: RunConfig) -> Iterator[str]:
+    """Yield a message for each rule of new runs that the configuration breaks."""
+    yield from _unread_bounds(config.learner.loss)
+    for role in SINGLETON_ROLES:
+        if config.counts.get(role, 1) > 1:
+            why = "; learner.data_parallel = 2 makes two copies of the model" if role == "learner" else ""
+            yield f"counts.{role} = {config.counts[role]}: a run has one{why}; leave the key out"
+    policy, snapshot_every = config.policy, config.learner.snapshot_every
+    if snapshot_every > 1 and isinstance(policy, DeltaPolicy) and policy.why_no_deltas:
+        yield f"learner.snapshot_every = {snapshot_every} and {policy.why_no_deltas}, or snapshot_every = 1"
+    yield from _wrong_batch_wait(config)
+    yield from _unread_reports(config)
+    if config.mode != "grpo":
+        return
+    yield from _shared_memory(config)
+    yield from _too_old(config)
+    every, export_every = config.eval.every, config.learner.export_every
+    if every % export_every:
+        yield (
+            f"eval.every = {every} is no multiple of learner.export_every = {export_every}: the weights of "
+            f"an evaluation's step would not exist; set it to {-(-every // export_every) * export_every}"
+        )
+    if isinstance(config.advantage, Bounded):
+        lowest = config.advantage.lowest_reward
+        given = {key: value for key, value in _table(config.grader).items() if key.endswith("_reward")}
+        if lower := [f"grader.{key} = {value:g}" for key, value in given.items() if value < lowest]:
+            yield (
+                f"[advantage] needs rewards of {lowest:g} or more, but found {' and '.join(lower)}; raise "
+                "that, or use the advantage grpo"
+            )
+
+
+def doubts(config: RunConfig) -> Iterator[str]:
+    """Yield a message for each choice of a new run that seldom goes well."""
+    groups, optimizer, loss = config.groups, config.learner.optimizer, config.learner.loss
+    if config.mode != "eval" and 0 < config.steps <= optimizer.warmup_steps:
+        yield (
+            f"learner.optimizer.warmup_steps = {optimizer.warmup_steps} is never over in steps = "
+            f"{config.steps}: the full rate is not reached; lower it"
+        )
+    if config.mode != "grpo" or not groups.max_staleness:
+        return
+    most = MOST_WITH_SQUARE if loss.sampler_coefficient else MOST_PASSES
+    if (passes := optimizer.epochs * optimizer.minibatches) > most:
+        yield (
+            f"learner.optimizer.epochs * minibatches = {passes} optimizer steps for a batch, with samples up "
+            f"to {groups.max_staleness} steps older (groups.max_staleness) and "
+            f"learner.loss.sampler_coefficient = {loss.sampler_coefficient:g}: no such run is known to keep "
+            f"what it learns; take at most {most}, at half the rate of one, or set groups.max_staleness = 0"
+        )
+    clip = max(loss.sequence_clip_low, loss.sequence_clip_high)
+    if loss.objective == "gspo" and clip < NARROW:
+        yield (
+            f"learner.loss.objective = 'gspo' clips a sequence whose mean log-ratio exceeds {clip:g}: most "
+            f"of what older weights sampled; set groups.max_staleness = 0, or sequence_clip_low and "
+            f"sequence_clip_high to {NARROW:g} or more"
+        )
+
+
+def _too_old(config: RunConfig) -> Iterator[str]:
+    """Yield a message if groups may be older than the net allows."""
+    groups = config.groups
+    if 0 < groups.hard_max_staleness < groups.max_staleness:
+        yield (
+            f"groups.max_staleness = {groups.max_staleness} exceeds groups.hard_max_staleness = "
+            f"{groups.hard_max_staleness}: such old samples seldom teach anything; set the second to 0 to "
+            "train them all the same"
+        )
+
+
+def _shared_memory(config: RunConfig) -> Iterator[str]:
+    """Yield a message if the learner would fill memory of a GPU that an engine takes later."""
+    policy = config.policy
+    is_auto = isinstance(policy, loader.Plugin) and loader.dump(policy).get("recompute") == "auto"
+    if is_auto and _table(config.executor).get("share_gpus"):
+        yield (
+            'policy.recompute = "auto" fills the memory that is free when the learner starts, of which an '
+            "engine takes a part later with executor.share_gpus = true; name that value of those whose peaks "
+            "`launch start --dry-run` lists now which leaves room for the engine"
+        )
+
+
+def _wrong_batch_wait(config: RunConfig) -> Iterator[str]:
+    """Yield a message if a learner gives up while the coordinator may still repair things, or too late."""
+    stuck_s = max(config.stuck_limits.values()) if config.supervision.stuck_s else 0.0
+    wait_s, batch_wait_s = config.coordinator.wait_s, config.learner.batch_wait_s
+    if config.mode != "eval" and batch_wait_s <= stuck_s + wait_s:
+        yield (
+            f"learner.batch_wait_s = {batch_wait_s:g} must exceed {stuck_s + wait_s:g}: the coordinator "
+            f"restarts what is stuck after up to {stuck_s:g} s (supervision.stuck_s, or twice a worker's "
+            f"time-out), and itself waits coordinator.wait_s = {wait_s:g} s longer"
+        )
+    if config.mode != "eval" and (status_s := config.coordinator.status_s) > MOST_STATUS_S:
+        yield (
+            f"coordinator.status_s = {status_s:g} must not exceed {MOST_STATUS_S:g}: a learner takes a "
+            "coordinator that reports less than once in ten minutes for absent, and would wait for longer "
+            "than learner.batch_wait_s"
+        )
+
+
+def _table(value: object) -> dict[str, float]:
+    """Return the numbers of a plugin's table; an object that is no plugin has none."""
+    table = loader.dump(value) if isinstance(value, loader.Plugin) else {}
+    return {name: number for name, number in table.items() if isinstance(number, int | float)}
+
+
+def _unread_reports(config: RunConfig) -> Iterator[str]:
+    """Yield a message if a sandbox does not give back the report of every right program."""
+    table = to_builtins(loader.dump(config.sandbox)) if isinstance(config.sandbox, loader.Plugin) else {}
+    sizes = {"": table.get("read_bytes"), "limits.": table.get("limits", {}).get("read_bytes")}
+    for prefix, size in sizes.items():
+        if isinstance(size, int) and size < REPORT_BYTES:
+            yield (
+                f"sandbox.{prefix}read_bytes = {size} is less than {REPORT_BYTES}: a report of tests may be "
+                "so long, and one that is not read counts as a failure of the policy; raise it"
+            )
+
+
+def _contradictions(config: RunConfig) -> Iterator[str]:
+    """Yield a message for each rule between several keys that the configuration breaks, by mode first."""
+    groups, learner, is_grpo = config.groups, config.learner, config.mode == "grpo"
+    chains = (config.rollout.history, config.batches.train_chains)
+    if is_grpo and not config.sampling.is_plain:
+        yield (
+            "[sampling] training must sample the unchanged distribution: temperature = 1, top_p = 1, "
+            "top_k = 0, min_p = 0; put other settings under [eval.decodings]"
+        )
+    if is_grpo and groups.max_staleness < learner.export_every - 1:
+        yield (
+            f"groups.max_staleness = {groups.max_staleness} stops sampling for ever with "
+            f"learner.export_every = {learner.export_every}; set it to export_every - 1 or more"
+        )
+    if is_grpo and chains[0] == "template" and chains[1] != "all":
+        yield 'rollout.history = "template" makes each turn its own chain; set batches.train_chains = "all"'
+    if (config.mode, config.sft.source, config.rollout.history) == ("sft", "trajectories", "template"):
+        yield 'rollout.history = "template": trajectories are trained as episodes with history = "keep" are'
+    if is_grpo and groups.group_size < 2:
+        yield "groups.group_size = 1 has no baseline; set it to 2 or more"
+    if config.mode == "eval" and not config.eval.decodings:
+        yield "[eval.decodings] is empty; add for example greedy = {temperature = 0.0}"
+    if (config.mode == "sft") != (learner.loss.objective == "sft"):
+        yield (
+            f"learner.loss.objective = {learner.loss.objective!r} does not fit mode = {config.mode!r}; "
+            "use the objective sft in mode sft, and only there"
+        )
+
+
+_OBJECTIVES = {
+    "ratio_cap": ("decoupled", "cispo"),
+    "mask_low": ("decoupled",),
+    "mask_high": ("decoupled",),
+    "sequence_clip_low": ("gspo",),
+    "sequence_clip_high": ("gspo",),
+    **dict.fromkeys(
+        ("mask_shift", "mask_sequence", "sampler_coefficient", "kl_coefficient"),
+        ("sampler_ratio", "decoupled", "gspo", "cispo"),
+    ),
+}
+"""Key of [learner.loss] -> the objectives with which it may be set. Others are read by most objectives."""
+
+
+def _unread_bounds(loss: LossConfig) -> Iterator[str]:
+    """Yield a message for each key of the loss that was set although the objective does not read it."""
+    given, default = asdict(loss), asdict(LossConfig())
+    for key, objectives in _OBJECTIVES.items():
+        if given[key] != default[key] and loss.objective not in objectives:
+            yield (
+                f"learner.loss.{key} = {given[key]:g} has no meaning with learner.loss.objective = "
+                f"{loss.objective!r}; set it to its default, {default[key]:g}, or use "
+                f"{' or '.join(objectives)}"
+            )
+
+
+def _missing_for_hybrid(config: RunConfig) -> Iterator[str]:
+    if config.inference.url:
+        yield "hybrid = true lets the learner share GPUs with engines of the run; leave inference.url empty"
+    if not isinstance(config.engine, Sleeping):
+        yield "hybrid = true needs an engine that can free its GPUs, such as [engine] type = 'vllm'"
+
+
+def _misplaced_bounds(config: RunConfig) -> Iterator[str]:
+    shaping, evals = config.shaping, config.eval
+    if shaping.overlong_from > 0 and shaping.overlong_to <= shaping.overlong_from:
+        yield (
+            f"shaping.overlong_to = {shaping.overlong_to} must exceed shaping.overlong_from = "
+            f"{shaping.overlong_from}"
+        )
+    if evals.select and evals.select not in evals.decodings:
+        yield f"eval.select = {evals.select!r} is no decoding; known: {', '.join(evals.decodings)}"
+    if config.mode == "grpo" and evals.patience > 0 and not evals.every:
+        yield f"eval.patience = {evals.patience} needs evaluations; set eval.every"
+
+
+def _exceeded_limits(config: RunConfig) -> Iterator[str]:
+    """Yield a message for each limit that another key exceeds."""
+    lease, context, url = config.lease, config.rollout.context, config.inference.url
+    optimizer = config.learner.optimizer
+    decays = config.mode != "eval" and optimizer.decay != "constant"
+    if decays and 0 < optimizer.decay_steps < config.steps:
+        yield (
+            f"learner.optimizer.decay_steps = {optimizer.decay_steps} is less than steps = {config.steps}: "
+            "the learning rate would be 0 from there on; 0 means the run's number of steps. An existing run "
+            "keeps its schedule: start another run from its last weights"
+        )
+    if context > config.batches.microbatch_tokens:
+        yield (
+            f"batches.microbatch_tokens = {config.batches.microbatch_tokens} cannot hold an episode of "
+            f"rollout.context = {context} tokens"
+        )
+    if context > config.engine.max_model_len:
+        yield (
+            f"rollout.context = {context} is more than engine.max_model_len = "
+            f"{config.engine.max_model_len}: a full context would count as a failure of the engine"
+        )
+    if url and not _URL.fullmatch(url):
+        yield (
+            f"inference.url = {url!r} must be http(s)://host:port, optionally with the path "
+            "of a gateway; put the engine's key into the environment variable VLLM_API_KEY"
+        )
+    if config.agent.budget_s >= config.rollout.episode_timeout_s:
+        yield (
+            f"rollout.episode_timeout_s = {config.rollout.episode_timeout_s} must exceed the agent's "
+            f"budget, {config.agent.budget_s} s: else an idle policy would count as a failure of the host"
+        )
+    if 0 < config.supervision.stuck_s < 4 * lease.beat_s:
+        yield (
+            f"supervision.stuck_s = {config.supervision.stuck_s} must be 0, or at least four times "
+            f"lease.beat_s = {lease.beat_s}"
+        )
+    if lease.ttl_s < 2 * lease.beat_s:
+        yield f"lease.ttl_s = {lease.ttl_s} must be at least twice lease.beat_s = {lease.beat_s}"

@@ -1,0 +1,396 @@
+"""Define the tables of a run's configuration: every key has a type, a default and a meaning.
+
+`config` reads them from TOML. Each role is given only the table that it uses.
+"""
+
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+from msgspec import Meta
+
+from hpc_swe.agents.loops.base import Agent
+from hpc_swe.agents.sandboxes.base import Sandboxes
+from hpc_swe.base.errors import ConfigError
+from hpc_swe.base.records import Record, Role, Sampling, Split, Task
+from hpc_swe.cluster.executors.base import Executor
+from hpc_swe.models.advantages.base import Advantage
+from hpc_swe.models.engines.base import Engine
+from hpc_swe.models.policies.base import Kept, LossConfig, OptimizerConfig, Policy
+from hpc_swe.tasks.graders.base import Grader
+from hpc_swe.tasks.sets.base import Taskset
+
+Positive = Annotated[int, Meta(gt=0)]
+Natural = Annotated[int, Meta(ge=0)]
+Duration = Annotated[float, Meta(gt=0)]
+
+
+class TasksConfig(Record, frozen=True, kw_only=True):
+    """The run takes its tasks from the taskset once, when it is created."""
+
+    train: Natural = 1024
+    """Training tasks; groups repeat them in shuffled order."""
+    eval: Natural = 64
+    """Held-out tasks."""
+    eval_from: Natural = 0
+    """Index of the first held-out task, so that model selection and final report can use different ones."""
+
+    def take(self, taskset: Taskset) -> dict[Split, list[Task]]:
+        """Return the tasks of each split; fewer where the taskset has fewer.
+
+        Raise ConfigError if two tasks have one name, by which workers would find only one of them.
+        """
+        train = list(islice(taskset.load("train"), self.train))
+        held_out = list(islice(taskset.load("eval"), self.eval_from, self.eval_from + self.eval))
+        by_id = {task.task_id: task for task in train}
+        for task in held_out:
+            if by_id.get(task.task_id, task) != task:
+                raise ConfigError(
+                    f"[taskset] a training task and another held-out task are both called {task.task_id!r}: "
+                    "rename one of them"
+                )
+        return {"train": train, "eval": held_out}
+
+
+class GroupsConfig(Record, frozen=True, kw_only=True):
+    """Groups of episodes are sampled, retried and dropped by these rules."""
+
+    group_size: Annotated[int, Meta(ge=1)] = 8
+    """Episodes per task (the G of GRPO)."""
+    groups_per_step: Positive = 8
+    """Groups with signal in one training batch."""
+    max_staleness: Natural = 1
+    """Batches that may be sampled ahead of the newest exported weights. Groups with a token older than so
+    many steps are dropped and counted."""
+    hard_max_staleness: Natural = 8
+    """A start refuses a `max_staleness` above this; 0 is no limit."""
+    max_token_staleness: Natural = 0
+    """Tokens older than this many steps are masked; 0 is never."""
+    straggler_s: Duration = 14400.0
+    """When each unfinished member of a group has been worked on for longer than this, not counting time
+    without an engine, the group trains with its finished members if it has two, and is dropped otherwise."""
+    max_attempts: Positive = 3
+    """Infrastructure failures of one episode before its member is closed without reward."""
+    max_losses: Positive = 10
+    """Expired leases of one message before it moves to dead/."""
+    resample: bool = True
+    """Replace groups without signal by others; false trains them on their penalties alone."""
+
+
+class CurriculumConfig(Record, frozen=True, kw_only=True):
+    """Tasks that all or no episodes resolve are sampled less often by these rules."""
+
+    rest: Natural = 0
+    """After each group of a settled task, the task is passed over so many times; 0 treats all tasks alike."""
+    settled_after: Positive = 2
+    """A task is settled when each of its last so many groups was resolved by all its episodes, or by none;
+    groups of which a single episode came back do not count."""
+    reweight: bool = False
+    """Multiply the advantages of a group by 1 plus the visits at which its task was passed over before, so
+    that tasks weigh as if all were visited alike; false trains settled tasks less."""
+
+
+class BatchesConfig(Record, frozen=True, kw_only=True):
+    """Episodes are made into microbatches by these rules."""
+
+    aggregate: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"] = "token_mean"
+    """How the losses of tokens are averaged: over all tokens of the batch; as a mean or a sum over each
+    episode, then over episodes; or as a sum over each episode divided by `constant_length`."""
+    constant_length: Positive = 1024
+    """Denominator per episode of ``constant``, in tokens."""
+    overlong: Literal["train", "mask_loss", "drop_from_baseline"] = "train"
+    """How an episode counts that its turns or its context cut off: fully; in the baseline but not in the
+    loss; not at all. One that used up the time of its tools is always trained: a policy could wait on
+    purpose."""
+    train_chains: Literal["main", "tools", "all"] = "main"
+    """Train the agent's main conversation only; all conversations that show its tools, for an agent that
+    rewrites its history; or its side conversations too."""
+    microbatch_tokens: Positive = 4096
+    """Maximum tokens of one forward; longer samples are refused."""
+
+
+class StopConfig(Record, frozen=True, kw_only=True):
+    """A run of mode grpo ends early, for a reason that `status` shows, when batches in a row show a sign."""
+
+    batches: Positive = 3
+    """Batches in a row, all of which must show the same sign."""
+    entropy_low: Annotated[float, Meta(ge=0)] = 0.0
+    """Sign: policy/entropy is below this; 0 is off, as for all signs."""
+    entropy_high: Annotated[float, Meta(ge=0)] = 0.0
+    """Sign: policy/entropy is above this."""
+    length_growth: Annotated[float, Meta(ge=0)] = 0.0
+    """Sign: episodes/tokens is above this many times its mean over the first `batches` batches of the run, or
+    of those that this release has trained."""
+    gap: Annotated[float, Meta(ge=0)] = 0.0
+    """Sign: gap/k3, the divergence of the learner from the sampler, is above this."""
+    all_solved: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """Sign: groups/all_solved, the share of groups that all episodes resolve, is above this."""
+
+
+class RetentionConfig(Record, frozen=True, kw_only=True):
+    """The coordinator deletes old files by these rules."""
+
+    keep_last: Annotated[int, Meta(ge=2)] = 3
+    """Newest versions of the weights to keep."""
+    keep_every: Natural = 0
+    """Also keep versions and checkpoints at multiples of this many steps; 0 keeps none."""
+    keep_best: bool = True
+    """Also keep the version, and the checkpoint if there is one, of the step with the best evaluation."""
+    free_space_floor_gb: Annotated[float, Meta(ge=0)] = 0.2
+    """With less free space than this, no new episodes are dispatched, and `status` says so."""
+
+
+class CoordinatorConfig(Record, frozen=True, kw_only=True):
+    """The coordinator's loop is timed by these settings."""
+
+    poll_s: Duration = 1.0
+    """Seconds between two iterations."""
+    status_s: Duration = 5.0
+    """Seconds between two reports for `status`."""
+    wait_s: Duration = 3600.0
+    """Maximum wait without progress, beyond the limit after which supervision restarts a part, before the
+    coordinator fails with a message. Time in which a role that is awaited has no process does not count."""
+
+
+class RolloutConfig(Record, frozen=True, kw_only=True):
+    """Rollout workers are configured by these settings."""
+
+    slots: Positive = 8
+    """Episodes that one worker runs at once."""
+    poll_s: Duration = 0.5
+    """Seconds between two checks for requests. Engines are looked up half as often, at least each second."""
+    episode_timeout_s: Duration = 3600.0
+    """Maximum wall clock of one episode, not counting waits for an engine; exceeding it is an infrastructure
+    failure."""
+    engine_wait_s: Duration = 600.0
+    """Maximum wait for an available engine. A completion may take longer while its engine is alive."""
+    context: Positive = 4096
+    """Maximum tokens of prompt and completion together."""
+    min_tokens: Positive = 16
+    """The episode ends as ``context`` when fewer tokens than this are left."""
+    tool_parser: Literal["hermes", "qwen3_coder"] = "hermes"
+    """The format in which the model writes tool calls."""
+    template_arguments: dict[str, bool] = {}
+    """Arguments of the chat template, for example enable_thinking."""
+    history: Literal["keep", "template"] = "keep"
+    """template: each prompt is rendered in full, as a served model would see it, and starts its own chain."""
+
+
+class RewardConfig(Record, frozen=True, kw_only=True):
+    """Reward workers are configured by these settings."""
+
+    slots: Positive = 2
+    """Episodes that one worker grades at once."""
+    poll_s: Duration = 0.5
+    """Seconds between two checks for episodes."""
+    sentinel_every: Natural = 100
+    """Gradings between two checks of the grader, by the reference patch or an empty one; 0 is never."""
+
+
+class InferenceConfig(Record, frozen=True, kw_only=True):
+    """Engines are started and supervised with these settings."""
+
+    url: str = ""
+    """Address of an engine that somebody else runs, for example http://host:8000 or https://host/v1; empty
+    starts our own. `launch start` reads the engine's key from VLLM_API_KEY."""
+    port: Natural = 0
+    """Port of our engines; 0 is any free port."""
+    start_timeout_s: Duration = 600.0
+    """Maximum wait until an engine is healthy, after its start and after its connection was lost."""
+    hang_s: Duration = 60.0
+    """An engine without a sign of life for this long is killed and restarted."""
+    max_restarts: Natural = 5
+    """How often a supervisor restarts its engine."""
+    poll_s: Duration = 0.5
+    """Seconds between two checks for new weights."""
+
+
+class LearnerConfig(Record, frozen=True, kw_only=True):
+    """The learner is configured by these settings."""
+
+    data_parallel: Positive = 1
+    """Copies of the model that share every batch. Each takes `policy.tensor_parallel` processes, times
+    `policy.pipeline_parallel` and `policy.context_parallel`."""
+    export_every: Positive = 1
+    """Steps between two versions of the weights for the engines."""
+    snapshot_every: Positive = 1
+    """One of so many versions is a full snapshot, and those between hold only what changed; 1 makes all full.
+    Versions of evaluated steps, multiples of `retention.keep_every` and the last step are always full."""
+    checkpoint_every: Positive = 10
+    """Steps between two checkpoints."""
+    checkpoint_s: Annotated[float, Meta(ge=0)] = 60.0
+    """Save a checkpoint, too, after a step at which a kill would cost so many seconds of work, waits for
+    batches not counted, and fifty times as many as the last checkpoint took; 0 is never."""
+    max_skipped: Natural = 3
+    """Batches in a row that are skipped, and kept in skipped/, because a gradient was not finite; one more is
+    an error."""
+    batch_wait_s: Duration = 21600.0
+    """Maximum wait for the next batch, not counting time in which no coordinator is alive. It must be longer
+    than the coordinator's own wait, since a step may take long, and the coordinator knows what is awaited."""
+    poll_s: Duration = 0.2
+    """Seconds between two checks for the next batch."""
+    loss: LossConfig = LossConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+
+class EvalConfig(Record, frozen=True, kw_only=True):
+    """Held-out tasks are evaluated with these settings."""
+
+    every: Natural = 0
+    """Steps between two evaluations, a multiple of `learner.export_every`; 0 is never."""
+    samples: Positive = 4
+    """Episodes per task and decoding."""
+    tasks: Natural = 0
+    """Number of held-out tasks; 0 is all."""
+    decodings: dict[str, Sampling] = {}
+    """Label -> sampling settings, for example greedy = {temperature = 0}."""
+    select: str = ""
+    """Label of the decoding whose solve rate says which weights are best; empty is the first one."""
+    patience: Natural = 0
+    """Training ends after so many evaluations in a row without a better one; 0 never ends it early."""
+
+
+class SftConfig(Record, frozen=True, kw_only=True):
+    """A run of mode sft takes its samples from this source."""
+
+    source: Literal["demonstrations", "episodes", "trajectories"] = "demonstrations"
+    """The taskset's demonstrations, archived episodes of another run, or files of conversations."""
+    episodes: str = ""
+    """Folder of the run whose archived episodes are trained, when the source is episodes."""
+    min_reward: float = 1.0
+    """Minimum reward of an episode to be trained, when the source is episodes."""
+    samples_per_step: Positive = 32
+    """Samples per step."""
+    trajectories: list[str] = []
+    """Parquet or JSONL files of conversations in chat form, when the source is trajectories."""
+    epochs: Natural = 0
+    """Passes over the trajectories, from which the start computes `steps`; with 0 the key `steps` counts."""
+    shown: Literal["row", "agent"] = "row"
+    """row: the system message and the tools' schemas are those of each row. agent: they are those that the
+    agent shows to the policy in its episodes."""
+    thoughts: Literal["keep", "drop"] = "keep"
+    """keep: answers are trained with their thoughts, which stay in later prompts, as in episodes."""
+    too_long: Literal["cut", "drop"] = "cut"
+    """A conversation over `rollout.context` tokens is cut after its last turn that fits, or left out."""
+    bad_rows: Literal["refuse", "drop"] = "refuse"
+    """refuse: one row that cannot be used stops the start. drop: such rows are left out and counted."""
+    validation: list[str] = []
+    """Files of conversations whose loss is computed, and that are never trained."""
+    validation_share: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """Share of the trajectories' tasks that is held out instead; a row without task_id is its own task."""
+    validate_every: Natural = 0
+    """Steps between two validations, the first before step 0; one more follows the last step; 0 is never."""
+
+    def __post_init__(self) -> None:
+        """Refuse keys that contradict each other."""
+        is_of_files, holds_out = self.source == "trajectories", bool(self.validation or self.validation_share)
+        if is_of_files and not self.trajectories:
+            raise ValueError("trajectories is empty; name parquet or JSONL files")
+        if not is_of_files and (self.trajectories or self.epochs or holds_out or self.validate_every):
+            raise ValueError('trajectories, epochs and validation need source = "trajectories"')
+        if holds_out != bool(self.validate_every):
+            raise ValueError("set validate_every and validation (or validation_share), or none of them")
+        if self.validation and self.validation_share:
+            raise ValueError("validation names files, so validation_share must be 0")
+
+
+class ShapingConfig(Record, frozen=True, kw_only=True):
+    """An episode's advantage falls by as much as its penalty exceeds the mean of its group. Which groups have
+    signal, and the curves of rewards and solve rates, depend on the grader's rewards alone."""
+
+    overlong_from: Natural = 0
+    """Sampled tokens of an episode from which it is penalized; 0 penalizes none. Replies that did not reach
+    the agent count neither here nor as turns."""
+    overlong_to: Natural = 0
+    """Sampled tokens from which the whole of `overlong_penalty` is taken; it grows linearly up to there."""
+    overlong_penalty: Annotated[float, Meta(ge=0)] = 1.0
+    """Largest penalty of length."""
+    turn_penalty: Annotated[float, Meta(ge=0)] = 0.0
+    """Penalty of a resolved episode for each of its turns."""
+
+
+class LeaseConfig(Record, frozen=True, kw_only=True):
+    """Processes show that they are alive by a heartbeat."""
+
+    beat_s: Duration = 30.0
+    """Seconds between two heartbeats of a process."""
+    ttl_s: Duration = 120.0
+    """Seconds without a heartbeat after which a process counts as dead."""
+
+
+class SupervisionConfig(Record, frozen=True, kw_only=True):
+    """Parts of a run that are alive and make no progress are restarted by these rules."""
+
+    stuck_s: Annotated[float, Meta(ge=0)] = 7200.0
+    """A part that has work and accomplishes nothing for this long is restarted; 0 restarts none. It must be
+    longer than a learner's start, step and validation, and than an engine takes to load weights. After each
+    restart a learner gets this long once more. Rollout and reward workers have at least twice their longest
+    time-out."""
+    tries: Natural = 3
+    """Restarts without a new result or step in between after which the run ends with an error."""
+
+
+class RunConfig(Record, frozen=True, kw_only=True):
+    """A run is described completely by this tree."""
+
+    mode: Literal["grpo", "sft", "eval"] = "grpo"
+    """grpo trains on rewards, sft on conversations that [sft] names; eval only evaluates."""
+    model: str
+    """Hugging Face folder of the initial weights."""
+    reference: str = ""
+    """Hugging Face folder of the reference model of the KL term; empty is `model`."""
+    seed: Natural = 0
+    """Seed of the order of tasks, of demonstrations and of evaluations."""
+    steps: Natural = 100
+    """Training steps of the whole run, each of which trains one batch."""
+    counts: dict[Role, Natural] = {}
+    """Number of jobs per role; 1 for roles not named."""
+    by_hand: list[Role] = []
+    """Roles whose count may be 0 while others run: a person starts them, by `sbatch sbatch/role.sbatch`."""
+    hybrid: bool = False
+    """With mode grpo, engines run in the learner's job, on one node, and use its GPUs in turns with it."""
+    max_restarts: Natural = 5
+    """How often a job restarts its process."""
+    tasks: TasksConfig = TasksConfig()
+    taskset: Taskset
+    sandbox: Sandboxes
+    agent: Agent
+    grader: Grader
+    advantage: Advantage
+    engine: Engine
+    policy: Policy
+    executor: Executor
+    sampling: Sampling = Sampling()
+    groups: GroupsConfig = GroupsConfig()
+    curriculum: CurriculumConfig = CurriculumConfig()
+    shaping: ShapingConfig = ShapingConfig()
+    batches: BatchesConfig = BatchesConfig()
+    stop: StopConfig = StopConfig()
+    retention: RetentionConfig = RetentionConfig()
+    coordinator: CoordinatorConfig = CoordinatorConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    inference: InferenceConfig = InferenceConfig()
+    learner: LearnerConfig = LearnerConfig()
+    eval: EvalConfig = EvalConfig()
+    sft: SftConfig = SftConfig()
+    lease: LeaseConfig = LeaseConfig()
+    supervision: SupervisionConfig = SupervisionConfig()
+
+    @property
+    def stuck_limits(self) -> dict[Role, float]:
+        """Return, for each role, the seconds without progress after which it is stuck, whatever its tasks."""
+        limits: dict[Role, float] = dict.fromkeys(get_args(Role), self.supervision.stuck_s)
+        if self.mode != "sft":
+            limits["rollout"] = max(limits["rollout"], 2 * self.rollout.episode_timeout_s)
+            limits["inference"] = max(limits["inference"], 2 * self.inference.start_timeout_s)
+        return limits
+
+    @property
+    def kept(self) -> list[Kept]:
+        """Return what the learner keeps beside its state."""
+        kept: list[Kept] = ["last version"] if self.learner.snapshot_every > 1 else []
+        if not self.learner.loss.kl_coefficient:
+            return kept
+        is_other = Path(self.reference or self.model).resolve() != Path(self.model).resolve()
+        return ["other reference" if is_other else "initial model", *kept]

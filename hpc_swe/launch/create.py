@@ -1,0 +1,381 @@
+"""Create a run's folder once and completely, even when several starts race (docs/protocol.md)."""
+
+import contextlib
+import hashlib
+import logging
+import os
+import secrets
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hpc_swe.agents.loops.base import ChecksTasks
+from hpc_swe.agents.sandboxes.base import ImageSandboxes
+from hpc_swe.base.errors import ConfigError, CorruptRecord, StorageError
+from hpc_swe.base.records import RunManifest, Split, Task
+from hpc_swe.base.rundir import PROTOCOL, RunDir
+from hpc_swe.base.store import atomic, folders, tasks, trajectories
+from hpc_swe.base.store.trajectories import Trajectory
+from hpc_swe.cluster.executors.base import own_environment
+from hpc_swe.cluster.processes import completed
+from hpc_swe.config import config as configuration
+from hpc_swe.config import conflicts
+from hpc_swe.config.settings import RunConfig
+from hpc_swe.launch import trajectories as conversations
+from hpc_swe.tasks import task_checks
+from hpc_swe.tasks.sets.base import CheckedTasks, Composed, Referenced, WithChangedTests
+
+ENGINE_KEY = "VLLM_API_KEY"  # the environment variable of `launch start` that holds an engine's key
+MAKING = ".making"  # folder below the run's in which a start prepares the files
+MAKING_TIMEOUT_S = 120.0  # seconds without a change after which a start is dead; a run takes a second or two
+PAUSE_S = 0.1
+COMMIT_S = 60.0  # longest wait for the commit of this checkout
+LISTINGS = 5
+"""Listings of a folder before it counts as foreign: a start that replaces a dead one removes files first."""
+PACKAGES = ("hpc_swe", "jobs")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Hold what a run works on, taken once: its tasks by split, and what an SFT run trains."""
+
+    tasks: Mapping[Split, Sequence[Task]]
+    trajectories: Sequence[Trajectory] = ()
+
+
+def create(run: RunDir, config: RunConfig, taken: Taken) -> bool:
+    """Create the run with what `take` took; return False when another start has created it."""
+    try:
+        with atomic.storage(run.root):
+            run.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise StorageError(
+            f"{run.root}: cannot be made: {error.strerror}; choose a folder you own with {option(config)}"
+        ) from None
+    model_sha256 = digest(Path(config.model))  # takes minutes, so do it before others wait
+    with making(run) as place:
+        if place:
+            publish(run, place, config, taken, model_sha256)
+    return place is not None
+
+
+def require_free(run: RunDir, config: RunConfig) -> None:
+    """Raise ConfigError, before anything is changed, unless the folder is a run, empty, or absent."""
+    root, real, code = run.root, run.root.resolve(), Path(__file__).resolve().parents[2]
+    remedy = f"name another folder with {option(config)}"
+    if run.config.exists() and run.manifest.exists():
+        return
+    if unfit := _unfit(root):
+        raise ConfigError(f"{root}: {unfit}; {remedy}")
+    for what, place in (("your home", Path("~").expanduser()), ("this checkout", code)):
+        if place.resolve().is_relative_to(real):
+            raise ConfigError(f"{root}: {what} {'is' if place.resolve() == real else 'lies in'} it; {remedy}")
+    if any(real.is_relative_to(code / package) for package in PACKAGES):
+        raise ConfigError(f"{root}: among the packages that a run copies; {remedy}")
+    found = _foreign(run)
+    if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        raise ConfigError(f"{root}: no run, but it holds {', '.join(found[:3])}{more}; {remedy}")
+
+
+def _unfit(root: Path) -> str:
+    """Say why no run can be made at a path, whatever the folder holds; empty if one can."""
+    if not root.exists():
+        return f"a link to {root.resolve()}, which does not exist" if root.is_symlink() else ""
+    if not root.is_dir():
+        return "a file, not a folder"
+    owner = root.stat().st_uid
+    return "" if owner == os.getuid() else f"belongs to user {owner}"
+
+
+def _foreign(run: RunDir) -> list[str]:
+    """List the names in a folder that is no run and that no start is making into one."""
+    found: list[str] = []
+    for _ in range(LISTINGS):
+        found = sorted(os.listdir(run.root)) if run.root.is_dir() else []
+        if not found or MAKING in found or {run.config.name, run.manifest.name} <= set(found):
+            return []
+        with contextlib.suppress(OSError, CorruptRecord):
+            atomic.get(run.manifest, RunManifest)
+            return []
+        time.sleep(PAUSE_S)
+    return found
+
+
+@contextlib.contextmanager
+def making(run: RunDir, timeout_s: float = MAKING_TIMEOUT_S) -> Iterator[RunDir | None]:
+    """Yield the folder in which this start makes the run's files; others wait, and get None at the end.
+
+    A start that seems dead loses its folder, and gets StorageError, so that it does no harm if it was slow.
+    """
+    taken, seen, since = run.root / MAKING, 0, 0.0
+    place = RunDir(taken / secrets.token_hex(4))
+    while not run.config.exists():
+        try:
+            taken.mkdir()
+        except FileExistsError:
+            with contextlib.suppress(FileNotFoundError):
+                made = taken.stat().st_mtime_ns
+                if made != seen:
+                    seen, since = made, time.monotonic()
+                elif time.monotonic() - since > timeout_s:  # its maker has died
+                    folders.remove(taken)
+            time.sleep(PAUSE_S)
+            continue
+        try:
+            place.root.mkdir()
+            yield None if run.config.exists() else place
+        except OSError:
+            if place.root.exists():
+                raise
+            raise StorageError(f"{run.root}: another start took this one for dead; start again") from None
+        finally:
+            if place.root.exists():
+                folders.remove(taken)
+        return
+    yield None
+
+
+def publish(run: RunDir, place: RunDir, config: RunConfig, taken: Taken, model_sha256: str) -> None:
+    """Write a run's files in `place`, and move them into the run."""
+    _copy_code(run, place)
+    atomic.write(place.token, key(run, config).encode())
+    tasks.write(place.tasks, taken.tasks)
+    if taken.trajectories:
+        trajectories.write(place.trajectories, taken.trajectories)
+    all_tasks = [task for split in taken.tasks.values() for task in split]
+    if isinstance(config.taskset, WithChangedTests):
+        tasks.write_hidden(place.changed_tests, config.taskset.changed_tests(all_tasks))
+    if isinstance(config.taskset, Referenced):
+        tasks.write_hidden(place.references, config.taskset.references(all_tasks))
+    data = encoded(configuration.dump(config))
+    atomic.write(place.made, data)
+    atomic.put(
+        place.manifest,
+        RunManifest(
+            **_identity(run),
+            protocol=PROTOCOL,
+            commit=_commit(),
+            model_sha256=model_sha256,
+            config_sha256=hashlib.sha256(data).hexdigest(),
+            folder=str(Path.cwd()),
+            environment=own_environment(),
+        ),
+    )
+    replace(place.manifest, run.manifest)  # first: it marks the folder as a run's, should this start die
+    run.make()
+    for path in list(place.root.iterdir()):
+        replace(path, run.root / path.name)
+    atomic.write(place.config, data)
+    place.config.rename(run.config)  # last: it marks the run as complete
+
+
+def _identity(run: RunDir) -> dict[str, Any]:
+    """Draw the id by which jobs find the run, and note which folder has it."""
+    return {"run_id": f"{run.root.name}-{secrets.token_hex(3)}", **_place(run)}
+
+
+def _place(run: RunDir) -> dict[str, Any]:
+    return {"root": str(run.root.resolve()), "inode": run.root.stat().st_ino}
+
+
+def note_place(run: RunDir) -> None:
+    """Note where a run is that was moved or restored, so that copies at its old path are told from it."""
+    made = atomic.get(run.manifest, RunManifest)
+    if made.root and (noted := msgspec.structs.replace(made, **_place(run))) != made:
+        atomic.put(run.manifest, noted)
+
+
+def adopt(run: RunDir) -> None:
+    """Make a copy of a run a run of its own, without the records of the original's jobs."""
+    log.warning("%s is a copy of a run: it becomes a run of its own", run.root)
+    folders.remove(run.launches)
+    run.make()
+    made = atomic.get(run.manifest, RunManifest)
+    atomic.put(run.manifest, msgspec.structs.replace(made, **_identity(run)))
+
+
+def renew_code(run: RunDir) -> None:
+    """Replace a run's code by that of this checkout, whose keys its configuration has from now on."""
+    _copy_code(run, run)
+    manifest = atomic.get(run.manifest, RunManifest)
+    renewed = msgspec.structs.replace(manifest, commit=_commit(), environment=own_environment())
+    atomic.write(run.made, atomic.read(run.config))
+    if not manifest.root:  # of a run that an older version has made
+        renewed = msgspec.structs.replace(renewed, **_place(run))
+    atomic.put(run.manifest, renewed)
+
+
+def key(run: RunDir, config: RunConfig) -> str:
+    """Return the key of every engine route: that of an external engine, else the run's own."""
+    given = os.environ.get(ENGINE_KEY, "") if config.inference.url else ""
+    known = run.token.read_text(encoding="ascii").strip() if run.token.exists() else ""
+    return given or known or secrets.token_hex(16)
+
+
+def option(config: RunConfig) -> str:
+    """Return the command line option that names a run's folder."""
+    return "--out" if config.mode == "eval" else "--run"
+
+
+def _copy_code(run: RunDir, place: RunDir) -> None:
+    """Copy the packages, so that jobs of a long run do not see later changes of the checkout."""
+    copy = atomic.temporary(run.code)  # not in `place`: copying would make it again after its removal
+    ignored = shutil.ignore_patterns("__pycache__")
+    try:
+        with atomic.storage(run.code):
+            for package in PACKAGES:
+                source = Path(__file__).parents[2] / package
+                shutil.copytree(source, copy / package, ignore=ignored, copy_function=_copy_file)
+            replace(copy, place.code)
+    finally:
+        shutil.rmtree(copy, ignore_errors=True)
+
+
+def _copy_file(source: str, target: str) -> None:
+    """Copy one file; `copytree` would collect a refusal of the file system as text, file by file."""
+    with atomic.storage(Path(target)):
+        shutil.copy2(source, target)
+
+
+def replace(new: Path, final: Path) -> None:
+    """Rename `new` to `final`, also where a folder is there, which rename(2) alone would refuse.
+
+    A file takes one step, so a start that was frozen replaces no file of the one that took its place.
+    """
+    if final.is_dir():
+        moved = atomic.temporary(final)
+        new.rename(moved)  # fails, before anything else is moved, where another start has removed it
+        if final.is_dir():  # unless both are the same folder
+            final.rename(atomic.temporary(final))
+        new = moved
+    new.rename(final)
+
+
+def take(config: RunConfig) -> Taken:
+    """Return what a new run works on; raise ConfigError if it is nothing, or if some cannot be used."""
+    for doubt in conflicts.doubts(config):
+        log.warning("%s", doubt)
+    if conversations.is_source(config):
+        return Taken({}, conversations.take(config))
+    if (config.mode, config.sft.source) == ("sft", "episodes"):
+        conversations.require_same_tokenizer(config)
+    return Taken(_take_tasks(config))
+
+
+def _require_images(config: RunConfig, tasks: Sequence[Task]) -> None:
+    """Raise ConfigError if some tasks have no image; jobs on other nodes would find out one by one."""
+    workers = [config.counts.get(role, 1) for role in ("rollout", "reward")]
+    if config.mode == "sft" or not any(workers) or not isinstance(config.sandbox, ImageSandboxes):
+        return
+    folder = Path(config.sandbox.images)
+    names = sorted({task.image for task in tasks})
+    missing = [name for name in names if not any(map(Path.exists, (folder / name, folder / f"{name}.sif")))]
+    if missing:
+        raise ConfigError(
+            f"[sandbox] images = '{folder}': {len(missing)} of the tasks' {len(names)} images are not there, "
+            f"{missing[0]}.sif first; run containers/build_image.sh, or python -m hpc_swe.tasks.build_images "
+            "for tasks of SWE-bench"
+        )
+
+
+def _require_checked(config: RunConfig, tasks: Sequence[Task]) -> None:
+    """Log if nobody has checked the tasks; raise ConfigError if their images are not the checked ones."""
+    taskset = config.taskset
+    parts = [*taskset.by_part(tasks)] if isinstance(taskset, Composed) else [(taskset, [*tasks])]
+    for part, own in parts:
+        if not own or not isinstance(part, CheckedTasks):
+            continue
+        if not part.checked:
+            where = "taskset" if part is taskset else f"taskset.parts.{own[0].taskset}"
+            log.warning(
+                "[%s] checked is not set: nobody has checked these tasks, none has a second sitting", where
+            )
+        elif isinstance(config.sandbox, ImageSandboxes):
+            task_checks.require_images(part.checked, own, Path(config.sandbox.images))
+
+
+def _take_tasks(config: RunConfig) -> Mapping[Split, Sequence[Task]]:
+    """Return the run's tasks; log when there are fewer than asked for.
+
+    Raise ConfigError when there are none, or their images are not those that were checked.
+    """
+    wanted = config.tasks
+    taken = wanted.take(config.taskset)
+    _require_images(config, [*taken["train"], *taken["eval"]])
+    _require_checked(config, [*taken["train"], *taken["eval"]])
+    if config.mode != "sft" and isinstance(config.agent, ChecksTasks):
+        config.agent.check_tasks([*taken["train"], *taken["eval"]])
+    if config.mode == "eval" and not taken["eval"]:
+        raise ConfigError(
+            f"tasks.eval = {wanted.eval} (--tasks), tasks.eval_from = {wanted.eval_from}: [taskset] has no "
+            "held-out task there; ask for one at least, of those that it has"
+        )
+    is_run = config.mode == "grpo" and config.counts.get("coordinator", 1)
+    if is_run and not taken["train"]:
+        remedy = "add some to it" if wanted.train else "ask for some"
+        raise ConfigError(f"tasks.train = {wanted.train}: [taskset] has no task to train on; {remedy}")
+    if is_run and config.eval.every and not taken["eval"]:
+        raise ConfigError(
+            f"tasks.eval = {wanted.eval}, tasks.eval_from = {wanted.eval_from}: [taskset] has no held-out "
+            f"task there, but eval.every = {config.eval.every}; ask for some, or set eval.every = 0"
+        )
+    _check_held_out(config, taken)
+    for key, asked, found in (("train", wanted.train, taken["train"]), ("eval", wanted.eval, taken["eval"])):
+        if len(found) < asked:
+            log.warning("tasks.%s = %d: [taskset] has %d of them only", key, asked, len(found))
+    return taken
+
+
+def _trained_too(taken: Mapping[Split, Sequence[Task]]) -> list[str]:
+    """Return the held-out tasks that are trained, under the same name or with the same content."""
+    names = {task.task_id for task in taken["train"]}
+    contents = {tasks.content(task) for task in taken["train"]}
+    return [t.task_id for t in taken["eval"] if t.task_id in names or tasks.content(t) in contents]
+
+
+def _check_held_out(config: RunConfig, taken: Mapping[Split, Sequence[Task]]) -> None:
+    """Refuse held-out tasks that are trained if they select weights; log a warning if they do not."""
+    trained = _trained_too(taken) if config.mode == "grpo" else []
+    if not trained:
+        return
+    message = f"{len(trained)} held-out tasks are training tasks, too: {', '.join(trained[:3])}"
+    if config.eval.every and (config.eval.patience or config.retention.keep_best):
+        raise ConfigError(
+            f"[taskset] {message}; their evaluation would select what is learned by heart. Name other rows "
+            "for one of the splits, or let it select nothing: retention.keep_best = false, eval.patience = 0"
+        )
+    log.warning("[taskset] %s", message)
+
+
+def encoded(tree: Mapping[str, Any]) -> bytes:
+    """Encode the tree of a configuration for run.json."""
+    return msgspec.json.format(msgspec.json.encode(tree), indent=2)
+
+
+def _commit() -> str:
+    """Return the commit of this checkout; "unknown" if no commit holds this file, or git does not answer."""
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD", "HEAD:./create.py"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        job = subprocess.Popen(git, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        done = completed(job, COMMIT_S)
+        done.check_returncode()
+        return done.stdout.split()[0]
+    return "unknown"
+
+
+def digest(model: Path) -> str:
+    """Return a digest of a model folder's file names and contents; a large model takes minutes."""
+    total = hashlib.sha256()
+    for path in sorted(path for path in model.iterdir() if path.is_file()):
+        with path.open("rb") as file:
+            total.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return total.hexdigest()

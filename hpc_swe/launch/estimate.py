@@ -1,0 +1,251 @@
+"""Estimate what a run will use before it is started: resources of the scheduler, and room on disk.
+
+The functions are pure. Every number is a sum of `Part`s, each with its formula, so that a reader who doubts a
+total can check it. Policies and engines estimate their own memory. The room on disk is what the run would use
+if every episode filled its context.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_swe.base.errors import ConfigError
+from hpc_swe.base.records import Role
+from hpc_swe.cluster.executors.base import GrantsGpus, GrantsMemory, ResourceRequest, Scheduled
+from hpc_swe.config.job_counts import desired, engines_beside, gpus, is_hybrid, processes
+from hpc_swe.config.settings import RunConfig
+from hpc_swe.models.costs import GIB, MemoryEstimate, Part
+from hpc_swe.models.engines.base import EstimatedEngine, RoutingEngine
+from hpc_swe.models.model_shape import ModelShape
+from hpc_swe.models.policies.base import WRITERS, EstimatedPolicy
+from hpc_swe.roles.coordinator import evaluation, sft, training
+
+BATCH_TOKEN = 17  # bytes of a token in a batch: id, log-probability, advantage, weight of 4 each; mask
+EPISODE_TOKEN = 12  # bytes of a token in an episode: id, log-probability, about four letters of messages
+COMPANIONS, COMPANION_FILES = 16e6, 8  # bytes and files of a tokenizer and of settings beside weights
+CODE, CODE_FILES = 1.5e6, 240  # bytes and files of the packages that a run copies for its jobs
+CURVES = 12e3  # bytes of metrics a step, of coordinator and learner, with drawn curves
+LOG_LINE = 150  # bytes that an episode leaves in logs
+MOVED = ("weights", "optimizer", "last version, for deltas")  # parts of a GPU that outlast a step
+SPARE = 1.15  # what a learner's allocator may reserve for each byte in use
+SMALLER = (
+    "divide it among more GPUs (policy.tensor_parallel, learner.data_parallel), or let it need less "
+    "(policy.recompute, policy.offload_optimizer, batches.microbatch_tokens)"
+)
+MOST_PER_CORE: dict[Role, int] = {"rollout": 16, "reward": 2}
+"""Slots that one core serves: episodes mostly wait for their engine, and gradings compute."""
+AHEAD = {"grpo": training.AHEAD, "sft": sft.AHEAD}
+
+
+def requests(config: RunConfig, executor: Scheduled) -> list[ResourceRequest]:
+    """Return what the run asks of the scheduler at once, by role."""
+    wanted = desired(config).items()
+    return [executor.request(role, jobs, processes(role, config)) for role, jobs in wanted if jobs]
+
+
+def crowded(config: RunConfig, cores_here: int) -> Iterator[str]:
+    """Say which workers run more sandboxes than their cores serve; jobs of one machine share its cores."""
+    executor, wanted = config.executor, desired(config)
+    slots: dict[Role, int] = {"rollout": config.rollout.slots, "reward": config.reward.slots}
+    for role, each in slots.items():
+        jobs, cores, where = wanted.get(role, 0), cores_here, "this machine"
+        remedy = f"set {role}.slots or counts.{role} lower"
+        if isinstance(executor, Scheduled):
+            jobs, cores, where = min(jobs, 1), executor.request(role, 1, 1).cores, "each job"
+            remedy = f"give it {math.ceil(each / MOST_PER_CORE[role])} cores, or set {role}.slots lower"
+        if jobs * each > MOST_PER_CORE[role] * cores:
+            yield (
+                f"{role}.slots = {each}: {jobs * each} sandboxes at once wait for each other on the "
+                f"{cores} cores of {where}; a core serves about {MOST_PER_CORE[role]}: {remedy}"
+            )
+
+
+def learner(config: RunConfig) -> MemoryEstimate | None:
+    """Estimate the memory of a learner's process; None without a learner, and for one that does not know."""
+    if not desired(config).get("learner") or not isinstance(config.policy, EstimatedPolicy):
+        return None
+    sizes = (config.learner.data_parallel, config.batches.microbatch_tokens)
+    return config.policy.memory(Path(config.model), *sizes, config.kept)
+
+
+def engine(config: RunConfig) -> MemoryEstimate | None:
+    """Estimate the memory of an engine's GPU; None where the run starts no engine, or its kind is unknown."""
+    starts = desired(config).get("inference") or is_hybrid(config)
+    if not starts or not isinstance(config.engine, EstimatedEngine):
+        return None
+    return config.engine.memory(Path(config.model), config.rollout.context)
+
+
+@dataclass(frozen=True)
+class GpuNeed:
+    """Compare what the learner or an engine needs of a GPU with what the GPU has."""
+
+    what: str
+    role: Role
+    """Whose job has the GPU."""
+    least_gib: float
+    known_gib: float
+    """Memory of the GPU; 0 is unknown."""
+    remedy: str
+
+    @property
+    def verdict(self) -> str:
+        return f"it needs at least {self.least_gib:.1f} GiB of a GPU that has {self.known_gib:.1f} GiB"
+
+    @property
+    def is_tight(self) -> bool:
+        """Tell whether the learner's allocator may run out, which may reserve 15 % more, and CUDA 1 GiB."""
+        return self.what == "learner" and self.least_gib * SPARE + 1 > self.known_gib
+
+
+def gpu_needs(config: RunConfig) -> list[GpuNeed]:
+    """Return what learner and engines need of each GPU, as far as policy and engine know it."""
+    beside: Role = "learner" if is_hybrid(config) else "inference"
+    rows: list[tuple[str, Role, str]] = [
+        ("learner", "learner", SMALLER),
+        ("engine", beside, "divide it among more GPUs (engine.tensor_parallel)"),
+    ]
+    found = []
+    for what, role, remedy in rows:
+        try:
+            needs = learner(config) if what == "learner" else engine(config)
+        except ConfigError:  # of the model's folder, which other checks name
+            continue
+        if needs is None or not needs.least or not gpus(what.replace("engine", "inference"), config):
+            continue
+        grant = config.executor.gpu_grant(role) if isinstance(config.executor, GrantsGpus) else None
+        found.append(GpuNeed(what, role, needs.least / GIB, grant.gib if grant else 0.0, remedy))
+    return found
+
+
+def host(config: RunConfig) -> list[Part]:
+    """Estimate what the learner's job surely keeps in the memory of each node, beside programs."""
+    found, served, executor = learner(config), engine(config), config.executor
+    if found is None:
+        return []
+    grant = executor.memory_grant("learner") if isinstance(executor, GrantsMemory) else None
+    count = processes("learner", config) // (grant.nodes if grant else 1)
+    parts = [Part(each.what, f"{count} x {each.formula}", count * each.bytes) for each in found.host]
+    if not is_hybrid(config):
+        return parts
+    parts.append(_moved("hybrid: the learner's state", count, found))
+    if served and isinstance(config.engine, EstimatedEngine) and config.engine.gpus:
+        workers = engines_beside("learner", config) * config.engine.gpus
+        parts.append(_moved("hybrid: engines asleep", workers, served, ", at most twice"))
+    return parts
+
+
+def _moved(what: str, count: int, found: MemoryEstimate, more: str = "") -> Part:
+    """Estimate what so many processes move to host memory while the other half of a hybrid run computes.
+
+    vLLM rounds the sizes of its tensors up to powers of two.
+    """
+    size = sum(part.bytes for part in found.parts if part.what in MOVED)
+    return Part(what, f"{count} x {size / GIB:.2f} GiB{more}", count * size)
+
+
+def disk(config: RunConfig) -> list[Part]:
+    """Estimate bytes and inodes of the run folder at its fullest, during the run or at its end."""
+    roles = desired(config)
+    parts = [Part("code/, tasks", "a copy of the packages", CODE, CODE_FILES)]
+    if "learner" in roles:
+        parts += _states(config)
+        parts.append(_batches(config))
+    if "rollout" in roles:
+        parts += _episodes(config)
+    jobs = sum(roles.values())
+    curves = Part("metrics/, tensorboard/", f"{CURVES / 1e3:.0f} kB a step", config.steps * CURVES, 2 * jobs)
+    return [*parts, curves, Part("nodes/, launch/, logs/", "three files a job", jobs * 5e3, 4 * jobs)]
+
+
+def _states(config: RunConfig) -> list[Part]:
+    """Estimate all versions of the weights, and all checkpoints; nothing for a policy that does not know."""
+    policy, learner, kept = config.policy, config.learner, config.retention
+    if not isinstance(policy, EstimatedPolicy):
+        return []
+    weights, checkpoint = policy.files(Path(config.model))
+    ranks = policy.processes * learner.data_parallel
+
+    def milestones(made_every: int) -> int:
+        return config.steps // math.lcm(kept.keep_every, made_every) if kept.keep_every else 0
+
+    def evaluated(made_every: int) -> int:
+        """Count what is kept of the best evaluation, and of the one under way."""
+        if config.mode != "grpo" or not (kept.keep_best and config.eval.every):
+            return 0
+        return min(2, config.steps // math.lcm(config.eval.every, made_every))
+
+    versions = kept.keep_last + 1 + milestones(learner.export_every) + evaluated(learner.export_every)
+    saved_every = 1 if learner.checkpoint_s else learner.checkpoint_every
+    saved = 2 + 1 + milestones(saved_every) + evaluated(saved_every)
+    return [
+        Part(
+            weights.what,
+            f"{_kept_words(kept.keep_last, versions)} x {weights.formula}",
+            versions * (weights.bytes + COMPANIONS),
+            versions * (ranks + COMPANION_FILES + 3),
+        ),
+        Part(
+            checkpoint.what,
+            f"{_kept_words(2, saved)} x {checkpoint.formula}",
+            saved * checkpoint.bytes,
+            saved * (WRITERS * ranks + 5),
+        ),
+    ]
+
+
+def _kept_words(last: int, total: int) -> str:
+    more = f" + {total - last - 1} kept" if total > last + 1 else ""
+    return f"({last} + 1 being written{more})"
+
+
+def _batches(config: RunConfig) -> Part:
+    """Estimate the batches from the older of two checkpoints on, with those ahead of the learner."""
+    samples = config.groups.groups_per_step * config.groups.group_size
+    samples = config.sft.samples_per_step if config.mode == "sft" else samples
+    kept = min(config.steps, 2 * config.learner.checkpoint_every + AHEAD[config.mode] + 1)
+    tokens, token = samples * config.rollout.context, BATCH_TOKEN + _routing(config)
+    return Part(
+        "batches/",
+        f"{kept} x {tokens:,} tokens x {token} bytes",
+        float(kept * tokens * token),
+        kept * (config.learner.data_parallel + 2),
+    )
+
+
+def _routing(config: RunConfig) -> int:
+    """Return the bytes by which the experts of a token enlarge messages and batches; the archive has none."""
+    asks = isinstance(config.engine, RoutingEngine) and config.engine.return_routing
+    return ModelShape.read(Path(config.model)).routing_bytes if asks and config.mode == "grpo" else 0
+
+
+def _episodes(config: RunConfig) -> list[Part]:
+    """Estimate what is in the spools, and what is kept of it."""
+    size, groups, steps = config.rollout.context * EPISODE_TOKEN, config.groups, config.steps
+    step = groups.groups_per_step * groups.group_size
+    flying = step * (groups.max_staleness + 1)
+    if config.mode == "eval":
+        flying = min(evaluation.OUTSTANDING, _evaluated(config))
+        return [
+            Part("spools, at most", f"{flying} messages", float(flying * size), flying),
+            _tables(config, 1),
+        ]
+    in_spool = float(config.rollout.context * (EPISODE_TOKEN + _routing(config)))
+    return [
+        Part("archive/", f"{steps} x {step} episodes, before zstd", float(steps * step * size), steps),
+        Part("spools, at most", f"{flying} messages, if all have signal", flying * in_spool, flying),
+        Part("logs/", f"{LOG_LINE} bytes an episode", float(steps * step * LOG_LINE)),
+        _tables(config, steps // config.eval.every if config.eval.every else 0),
+    ]
+
+
+def _evaluated(config: RunConfig) -> int:
+    tasks = min(config.eval.tasks or config.tasks.eval, config.tasks.eval)
+    return tasks * config.eval.samples * len(config.eval.decodings)
+
+
+def _tables(config: RunConfig, rounds: int) -> Part:
+    rows = _evaluated(config)
+    size = config.rollout.context * EPISODE_TOKEN
+    return Part("evals/", f"{rounds} x {rows} episodes, before zstd", float(rounds * rows * size), rounds)

@@ -1,0 +1,120 @@
+"""Open a run that exists, after checking its owner, its mode and its protocol."""
+
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from hpc_swe.base.errors import ConfigError, CorruptRecord, StaleRun, StorageError
+from hpc_swe.base.records import RunManifest
+from hpc_swe.base.rundir import PROTOCOL, RunDir
+from hpc_swe.base.store import atomic
+from hpc_swe.config import config as configuration
+from hpc_swe.config.settings import RunConfig
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+def load(run: RunDir, *, trains: bool = False) -> RunConfig:
+    """Return the configuration of a run that exists.
+
+    If somebody changed by hand what decides its training, warn; raise ConfigError where it `trains`.
+    Raise ConfigError also if the folder holds no run, or another user's; CorruptRecord if its configuration
+    cannot be read; and StaleRun if it was made under another protocol version.
+    """
+    try:
+        owner = run.config.stat().st_uid
+        manifest = _read(run.manifest, RunManifest)
+        tree = _read(run.config, dict[str, Any])
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(
+            f"{run.root}: no run here ({error.filename} is missing); {_remedy(run.root)}"
+        ) from None
+    if owner != os.getuid():
+        raise ConfigError(f"{run.root}: belongs to user {owner}; a run is acted on by its owner only")
+    require_private(run.root)
+    if manifest.protocol != PROTOCOL:
+        raise StaleRun(
+            f"{run.root}: protocol {manifest.protocol}, this code reads {PROTOCOL}; call the command in "
+            f"{run.code}, which holds the run's own code (commit {manifest.commit})"
+        )
+    made = _read(run.made, dict[str, Any]) if run.made.exists() else {}  # older versions wrote none
+    if changed := configuration.changed_by_hand(made, tree):
+        problem = (
+            f"{run.config}: {'; '.join(changed)}: changed by hand, and this decides what the run trains; put "
+            "the old value back, or start another run with the new one"
+        )
+        if trains:
+            raise ConfigError(problem)
+        log.warning("%s; its jobs refuse to start", problem)
+    is_archive = not os.access(run.root, os.W_OK)  # read-only, by its mode or its file system
+    if not is_archive and not all(folder.is_dir() for folder in run.folders()):
+        with suppress(PermissionError):  # copied or cleaned without its empty folders
+            run.make()
+    return configuration.build(tree, str(run.config))
+
+
+def _read(path: Path, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(atomic.read(path), type=kind)
+    except ValueError as error:
+        raise CorruptRecord(
+            f"{path}: not what `launch start` wrote: {error}; restore the file, or start another run"
+        ) from None
+
+
+def is_copy(run: RunDir) -> bool:
+    """Tell whether the folder was copied from a run's, not moved: jobs of its id are the original's.
+
+    The folder at the noted path is the original; if it holds no run of this id, that of the noted inode is.
+    """
+    made, inode = atomic.get(run.manifest, RunManifest), run.root.stat().st_ino
+    if made.root in ("", str(run.root.resolve())):
+        return False
+    return made.inode != inode or _has_run(RunDir(Path(made.root)), made.run_id, inode)
+
+
+def _has_run(other: RunDir, run_id: str, inode: int) -> bool:
+    """Tell whether a folder holds a run of this id, and is not the folder of this inode by another path."""
+    with suppress(OSError, CorruptRecord, StorageError):
+        return other.root.stat().st_ino != inode and atomic.get(other.manifest, RunManifest).run_id == run_id
+    return False
+
+
+def require_original(run: RunDir) -> None:
+    """Raise ConfigError if the folder is a copy that was not started yet."""
+    if is_copy(run):
+        raise ConfigError(
+            f"{run.root}: a copy of the run {atomic.get(run.manifest, RunManifest).root}, whose jobs are not "
+            f"to be touched; `launch start --run {run.root}` makes it a run of its own"
+        )
+
+
+def enter(run: RunDir) -> None:
+    """Go to the folder in which relative paths of the run start; raise ConfigError if it is gone."""
+    folder = atomic.get(run.manifest, RunManifest).folder
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: {error.strerror}; the run was started in this folder, and its relative paths start "
+            "there; put it back"
+        ) from None
+
+
+def _remedy(folder: Path) -> str:
+    inside = sorted(path.parent.name for path in folder.glob(f"*/{RunDir(folder).config.name}"))
+    return f"it holds the runs {', '.join(inside[:8])}" if inside else "`launch start` creates a run"
+
+
+def require_private(root: Path) -> None:
+    """Raise ConfigError if others may read or write a run: it holds keys, and jobs trust what it says."""
+    found = root.stat()
+    if found.st_uid != os.getuid():
+        raise ConfigError(f"{root}: belongs to user {found.st_uid}; a run is acted on by its owner only")
+    if found.st_mode & 0o077:
+        raise ConfigError(f"{root}: mode {found.st_mode & 0o777:o} lets others in; run chmod 700 {root}")

@@ -1,0 +1,137 @@
+"""Watch a run until it has finished, for `launch start --wait`, `evaluate` and the demo."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Set
+from typing import Literal
+
+from hpc_swe.base.errors import DeadlineError, HpcSweError, SchedulerError, StorageError, StuckRun
+from hpc_swe.base.records import Role, StatusReport
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic, checkpoints, stop_signs, supervision
+from hpc_swe.base.store.lease import Watcher
+from hpc_swe.cluster.executors.base import RunsHere
+from hpc_swe.config.settings import RunConfig
+from hpc_swe.launch import submit
+from hpc_swe.launch.control import stop
+from hpc_swe.launch.submit import REST_S, TickResult
+from hpc_swe.launch.view import RunReader, RunView
+
+SAVE_S = 120.0  # the longest step and checkpoint of a learner that is stopped
+
+log = logging.getLogger(__name__)
+
+
+def watch(
+    run: RunDir,
+    config: RunConfig,
+    timeout_s: float,
+    show: Callable[[RunView | str], None] | None = None,
+    *,
+    stop_on: Literal["nothing", "deadline", "error"] = "nothing",
+    save_s: float = SAVE_S,
+) -> None:
+    """Submit missing jobs until the run has finished and none of its jobs runs, and show its state.
+
+    After each tick `show` gets the state of the run, or a text that says why it cannot be read. When this
+    ends early the jobs keep running, unless `stop_on` names what stops them: a deadline, or any error or
+    interrupt. Then a learner has `save_s` to save its steps first. Raise HpcSweError when the run was ordered
+    to end before it had finished, and DeadlineError when it takes longer than `timeout_s`, or a role cannot
+    be kept alive. While the scheduler or the file system does not answer, wait.
+    """
+    try:
+        _watch(run, config, timeout_s, show)
+    except BaseException as error:
+        if stop_on == "error" or (stop_on == "deadline" and isinstance(error, DeadlineError)):
+            _save_and_stop(run, config, save_s)
+        raise
+    if reason := stop_signs.read(run).reason:
+        log.warning("%s: ended early: %s", run.root, reason)
+    if not run.finished.exists() and (last := supervision.read(run)).gave_up:
+        raise StuckRun(f"{run.root}: {last.message(config.supervision.tries)}")
+    if not run.finished.exists():
+        raise HpcSweError(f"{run.root}: ordered to end before it had finished; `launch start` continues it")
+
+
+def _save_and_stop(run: RunDir, config: RunConfig, save_s: float) -> None:
+    """Stop the run, but let its learner save what it has trained; a second interrupt stops it at once."""
+    try:
+        if (steps := _unsaved(run, config)) > 0:
+            log.warning("saving %d steps, for at most %g s; another Ctrl-C discards them", steps, save_s)
+            stop(run, config, now=False)
+            deadline = time.monotonic() + save_s
+            while (steps := _unsaved(run, config)) > 0 and time.monotonic() < deadline:
+                time.sleep(config.executor.pause_s)
+            if steps > 0:
+                log.warning("not saved within %g s: the last %d steps will be repeated", save_s, steps)
+    except HpcSweError as error:  # what ended the watch matters more
+        log.warning("perhaps not saved: %s", error)
+    finally:
+        stop(run, config, now=True)
+
+
+def _unsaved(run: RunDir, config: RunConfig) -> int:
+    """Return how many steps a learner that runs has taken since the newest checkpoint."""
+    if ("learner", "running") not in {(job.role, job.state) for job in config.executor.queue(run)}:
+        return 0
+    watcher = Watcher(run, config.lease.beat_s, config.lease.ttl_s)
+    watcher.look()
+    taken = max((node.step for node in watcher.live("learner")), default=0)
+    return taken - max(checkpoints.published(run), default=(0, 0))[0]
+
+
+def _watch(
+    run: RunDir, config: RunConfig, timeout_s: float, show: Callable[[RunView | str], None] | None
+) -> None:
+    deadline, reader = time.monotonic() + timeout_s, RunReader(run, config)
+    lost_at: dict[Role, float] = {}
+    logged, told = "", set[str]()
+    while True:
+        try:
+            plan = submit.tick(run, config)
+            lost_at = {role: lost_at.get(role, time.monotonic()) for role in plan.lost}
+        except (SchedulerError, StorageError) as error:
+            log.warning("waiting for the scheduler or the file system: %s", error)
+            plan = TickResult()
+        if plan.orders and not plan.running:
+            return
+        why = plan.reasons(given_up(plan, lost_at, time.monotonic()))
+        if why or time.monotonic() > deadline:
+            raise DeadlineError(f"{run.root}: {why or f'not finished after {timeout_s:g} s; see its logs/'}")
+        if (stuck := plan.reasons(plan.stuck)) not in ("", logged):
+            log.error("stuck %s", stuck)
+        logged = stuck
+        told |= _tell(run, told)
+        if show:
+            show(reader.read())
+        time.sleep(config.executor.pause_s)
+
+
+def _tell(run: RunDir, told: Set[str]) -> set[str]:
+    """Log what keeps live processes from their work, once though many say it; return what is new."""
+    try:
+        troubles = atomic.get(run.status, StatusReport).troubles
+    except (HpcSweError, OSError):  # no report yet, or it is being replaced
+        return set()
+    new = {text: owner for owner, text in troubles.items() if text not in told}
+    for text, owner in new.items():
+        log.warning("%s: %s", owner, text)
+    return set(new)
+
+
+def given_up(plan: TickResult, lost_at: Mapping[Role, float], now: float) -> list[Role]:
+    """List the lost roles that are not waited for, where `lost_at` says since when each is lost.
+
+    A scheduler that refuses a role may accept it later, when a partition is no longer drained or a limit no
+    longer reached, so that role is waited for as long as one that failed rests. (When it refuses a role of a
+    new run, `launch start` has ended with that.) Other lost roles have failed repeatedly or for good.
+    """
+    return [role for role in plan.lost if role not in plan.refused or now - lost_at[role] >= REST_S]
+
+
+def left(run: RunDir, config: RunConfig) -> str:
+    """Say what happens to a run that is no longer watched."""
+    if isinstance(config.executor, RunsHere) and config.executor.foreground:
+        return "stopped; its jobs end with this command, because [executor] foreground is set"
+    status, end = (f"`python -m hpc_swe.{verb} {run.root}`" for verb in ("status", "launch stop"))
+    return f"detached; jobs keep running. {status} shows them, {end} ends them"

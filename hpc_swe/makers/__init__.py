@@ -1,0 +1,1 @@
+"""Prepare tasks of SWE-bench for runs: rows, sandbox images, and checks."""

@@ -1,0 +1,1 @@
+"""Find, write and place what changed between two versions of weights."""

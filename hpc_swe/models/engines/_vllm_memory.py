@@ -1,0 +1,62 @@
+"""Estimate from a model's config.json whether vLLM can serve it, and with how much memory."""
+
+import math
+from pathlib import Path
+
+from hpc_swe.base.errors import ConfigError
+from hpc_swe.models.costs import GIB, MemoryEstimate, Part
+from hpc_swe.models.model_shape import ModelShape, read_config
+from hpc_swe.models.rope import is_yarn, longest_context
+
+
+def check(model: Path, tensor_parallel: int, max_model_len: int) -> None:
+    """Check that the engine's ranks divide the model's heads, and that the model takes its contexts."""
+    known = read_config(model)
+    heads, longest = known.get("num_attention_heads", 0), longest_context(known)
+    ranks = (
+        f"engine.tensor_parallel = {tensor_parallel} does not divide the model's {heads} attention heads; "
+        "choose a number that does"
+    )
+    given, remedy = "max_position_embeddings", "lower it"
+    if is_yarn(known):
+        given = "min(max_position_embeddings, original_max_position_embeddings * factor)"
+        remedy = "lower it, or see docs/models.md on YaRN"
+    length = f"engine.max_model_len = {max_model_len} is over the model's {given} = {longest}; {remedy}"
+    found = [ranks] * bool(heads % tensor_parallel) + [length] * (0 < longest < max_model_len)
+    if found:
+        raise ConfigError("\n".join(found))
+
+
+def cached_token(shape: ModelShape, tensor_parallel: int, size: int) -> int:
+    """Return the bytes of key-value cache per token and rank: a key and a value in each layer.
+
+    A number takes `size` bytes. A rank holds at least one whole head.
+    """
+    heads = math.ceil(shape.groups / tensor_parallel)
+    return 2 * shape.layers * heads * shape.head_dim * size
+
+
+def estimate(
+    shape: ModelShape, tensor_parallel: int, size: int, *, sequences: int, context: int, given: int
+) -> MemoryEstimate:
+    """Estimate the memory of one rank whose numbers take `size` bytes.
+
+    The key-value cache has the `given` bytes, or where they are 0 those that `sequences` conversations of
+    `context` tokens would fill, of which one must have room.
+    """
+    token = cached_token(shape, tensor_parallel, size)
+    weights = Part("weights", f"{size} P / tp", size * shape.parameters.of_rank(tensor_parallel))
+    note = f"KV cache: {token:,} bytes a token, {GIB // token:,} tokens a GiB"
+    title = f"memory of each engine GPU: tp = {tensor_parallel}"
+    if given:
+        tokens = given // token
+        cache = Part(
+            "KV cache, as configured", f"{tokens:,} tokens: {tokens // context} full contexts", given
+        )
+        both = Part("both", "", weights.bytes + given)
+        return MemoryEstimate(title, [weights, cache], both, [note], least=both.bytes)
+    formula = f"{sequences} sequences x {context:,} tokens x {token:,} bytes"
+    cache = Part("KV cache, if all were full", formula, sequences * context * token)
+    least = weights.bytes + context * token
+    notes = [f"{note}; vLLM takes what it finds free"]
+    return MemoryEstimate(title, [weights, cache], None, notes, least=least)

@@ -1,0 +1,107 @@
+"""Answer requests for samples with arrays, from within vLLM's HTTP process.
+
+That process computes on one thread for all requests, and vLLM's own routes make some objects for each token:
+with a small model they limit what an engine samples. This route asks the same engine client.
+"""
+
+import asyncio
+import io
+from collections.abc import Awaitable, Callable
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from vllm import exceptions
+from vllm.inputs.engine import tokens_input
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from hpc_swe.models.engines._answers import SampleAnswer, SampleRequest, TokenScores
+from hpc_swe.models.engines._vllm_gate import SAMPLE, Scope, Send, answer
+
+BAD_REQUEST = (ValueError, getattr(exceptions, "VLLMClientError", ValueError))
+"""Errors that the request causes; vLLM 0.26 raises ValueError."""
+Receive = Callable[[], Awaitable[Scope]]
+
+
+class SampleRoute:
+    """Pass on all requests to an ASGI application but those for samples."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("path") != SAMPLE:
+            await self._app(scope, receive, send)
+            return
+        body = await _read(receive)
+        sampling = asyncio.create_task(_sample(scope["app"].state.engine_client, body))
+        leaving = asyncio.create_task(_await_disconnect(receive))
+        try:
+            await asyncio.wait((sampling, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if sampling.done():
+                await answer(send, *sampling.result())
+        finally:
+            for task in (sampling, leaving):
+                task.cancel()  # vLLM then aborts what is still sampled
+            await asyncio.gather(sampling, leaving, return_exceptions=True)
+
+
+async def _read(receive: Receive) -> bytes:
+    parts, has_more = [], True
+    while has_more:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        has_more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+async def _await_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _sample(engine: Any, body: bytes) -> tuple[int, bytes]:
+    """Return the status and the body of the answer to a `SampleRequest`."""
+    try:
+        request = msgspec.json.decode(body, type=SampleRequest)
+        settings = SamplingParams(
+            **request.sampling_params, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        name = f"sample-{uuid4().hex}"
+        prompt = tokens_input(request.token_ids, cache_salt=request.cache_salt)
+        outputs = [each async for each in engine.generate(prompt, settings, name, priority=request.priority)]
+    except BAD_REQUEST as error:
+        return 400, str(error).encode()
+    except (EngineDeadError, EngineGenerateError) as error:
+        cause = error.__cause__ or error  # not raised: vLLM gives one object to all requests, and the
+        return 500, f"{type(cause).__name__}: {cause}".encode()  # tracebacks that it collects would be logged
+    return 200, msgspec.msgpack.encode(_describe(outputs[-1]))
+
+
+def _describe(result: RequestOutput) -> SampleAnswer:
+    [output] = result.outputs
+    return SampleAnswer(
+        token_ids=list(output.token_ids),
+        sampled=_scores(output.logprobs),
+        prompt=None if result.prompt_logprobs is None else _scores(result.prompt_logprobs),
+        finish_reason=str(output.finish_reason),
+        stop_reason=output.stop_reason,
+        weight_versions=getattr(output, "weight_versions", None),  # vLLM 0.26 has none
+        routed_experts=None if output.routed_experts is None else _file(output.routed_experts),
+    )
+
+
+def _scores(found: FlatLogprobs) -> TokenScores:
+    """Return the scores of the tokens that came, which are the only ones: the request has logprobs = 0."""
+    return TokenScores.of(found.token_ids, found.logprobs)
+
+
+def _file(array: NDArray[np.uint8]) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()

@@ -1,0 +1,373 @@
+"""Run vLLM: token ids go in and come out, and weights are updated through its weight-transfer API.
+
+Requests use a route of our own (`_vllm_samples`), so that nothing is ever tokenized again and vLLM needs no
+tokenizer (--tokens-only). An engine that somebody else runs has vLLM's /v1/completions instead. vLLM 0.26
+stamps no versions.
+"""
+
+import logging
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from hpc_swe.base.errors import ConfigError, EngineError, NoAnswer, Overdue, boundary
+from hpc_swe.base.loader import Plugin
+from hpc_swe.base.records import FREE, IdArray, ProbeScore, Sampling, WeightVersion
+from hpc_swe.models.builds import Builds, vllm_problem
+from hpc_swe.models.costs import MemoryEstimate
+from hpc_swe.models.engines import _answers, _http, _vllm_environment, _vllm_memory, _vllm_sleep, _vllm_update
+from hpc_swe.models.engines._answers import Answer, decode
+from hpc_swe.models.engines._vllm_environment import BACKEND
+from hpc_swe.models.engines._vllm_gate import SAMPLE
+from hpc_swe.models.engines._vllm_update import UpdateRoutes
+from hpc_swe.models.engines.base import NEW, Completion, EngineInfo, Prefix, Weights
+from hpc_swe.models.model_shape import ModelShape
+
+ANSWER_TIMEOUT_S = 60.0
+SLOWEST_TOKENS_PER_S = 0.5
+"""Slowest rate of one completion, queueing included; an engine that is slower has lost the request."""
+FEWEST_TIMED_TOKENS = 2048
+"""A request for fewer tokens may take as long as one for so many: both queue for the same time."""
+NEAR = 0.9
+"""Share of the probe's tokens that must agree with the learner, up to the tolerance."""
+FARTHEST = 10.0
+"""Largest difference of any token of the probe, as a multiple of the tolerance."""
+ROUNDED = 0.25
+"""Least tolerance of a probe where the engine computes with 16 bits, however exactly the learner computes."""
+FIRST = {"priority": -1}
+"""vLLM schedules this request before all others, whose priority is 0; they keep their order."""
+GREEDY = Sampling(temperature=0.0, max_tokens=1)
+
+log = logging.getLogger(__name__)
+
+
+class Vllm(Plugin, frozen=True, kw_only=True):
+    """Run `vllm serve` as a child process."""
+
+    loads_weights: ClassVar[bool] = True
+    max_model_len: int = 32768
+    """Tokens of prompt and completion together."""
+    max_num_seqs: int = 64
+    """Requests that one forward pass may serve."""
+    kv_cache_bytes: int = 0
+    """Bytes of the KV cache; 0 is what vLLM finds free. Set it on a CPU, or where processes share a GPU."""
+    gpu_memory_share: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    """Share of each GPU's memory that the engine may use, and that must be free when it starts."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"
+    """Type of weights and activations; auto is what the model's config.json says."""
+    tensor_parallel: Annotated[int, Meta(ge=1)] = 1
+    """GPUs, or CPU workers, that share each layer."""
+    enforce_eager: bool = False
+    """Run without CUDA graphs: slower, but ready sooner."""
+    device: Literal["gpu", "cpu"] = "gpu"
+    """Device of the model; gpu needs `tensor_parallel` GPUs, and the engine does not start with fewer."""
+    threads: int = 1
+    """Threads of each CPU worker."""
+    stop_token_ids: list[int] = []
+    """Further stop tokens; the chat template's end of turn, where generation_config.json does not name it."""
+    return_routing: bool = False
+    """Return which experts computed each token, so that the learner can send it to the same ones. It needs a
+    model with at most 255 experts, and a GPU."""
+    update_timeout_s: float = 300.0
+    """Seconds to wait for an answer while weights are updated or probed; a slower engine is replaced."""
+    kv_on_update: Literal["recompute", "keep"] = "recompute"
+    """What happens to cached keys and values when weights change. recompute: they are computed again with the
+    new weights. keep: running requests, and later ones that extend the same conversation, go on at once from
+    caches of older weights; a conversation that begins afterwards shares none of them. Recorded
+    log-probabilities are those that the engine sampled from."""
+    program: str = ""
+    """Path of vllm; empty finds it beside this interpreter, then on PATH."""
+    environ: dict[str, str] = {}
+    """Environment variables of the engine's process."""
+    extra: list[str] = []
+    """More arguments of vllm serve."""
+
+    def command(self, model: Path, host: str, port: int, name: str) -> Sequence[str]:
+        if not (model / "config.json").is_file():
+            raise ConfigError(f"[engine] model = {str(model)!r}: no config.json there; name a model's folder")
+        options = {
+            "host": host,
+            "port": port,
+            "served-model-name": name,
+            "dtype": self.dtype,
+            "max-model-len": self.max_model_len,
+            "max-num-seqs": self.max_num_seqs,
+            "tensor-parallel-size": self.tensor_parallel,
+            "generation-config": "vllm",
+            "config-format": "hf",  # "auto" prefers the files of Mistral's own library, as no learner does
+            "load-format": "safetensors",
+            "scheduling-policy": "priority",
+            "worker-extension-cls": "hpc_swe.models.engines._vllm_worker.WorkerExtension",
+            "weight-transfer-config": f'{{"backend":"{BACKEND}"}}',
+            "middleware": "hpc_swe.models.engines._vllm_worker.BearerToken",
+        }
+        if self.device == "gpu":
+            options["gpu-memory-utilization"] = self.gpu_memory_share
+        if self.kv_cache_bytes:
+            options["kv-cache-memory-bytes"] = self.kv_cache_bytes
+        if self.tensor_parallel == 1:
+            options["distributed-executor-backend"] = "uni"
+        flags = ["--tokens-only", "--disable-uvicorn-access-log", "--disable-log-stats"]
+        flags += ["--enforce-eager"] if self.enforce_eager else []
+        flags += ["--enable-return-routed-experts"] if self.return_routing else []
+        pairs = [part for key, value in options.items() for part in (f"--{key}", str(value))]
+        beside = Path(sys.executable).with_name("vllm")
+        program = self.program or (str(beside) if beside.exists() else shutil.which("vllm"))
+        if not program:
+            raise ConfigError(f"[engine] program: no vllm beside {sys.executable} nor on PATH; name its path")
+        return [program, "serve", str(model), *pairs, *flags, *self.extra]
+
+    def environment(self, token: str) -> dict[str, str]:
+        return (
+            _vllm_environment.environment(token, on_cpu=self.device == "cpu", threads=self.threads)
+            | self.environ
+        )
+
+    @property
+    def gpus(self) -> int:
+        return self.tensor_parallel if self.device == "gpu" else 0
+
+    def build_problem(self, found: Builds) -> str:
+        return "" if self.program else vllm_problem(self.device, found)  # a program brings its own packages
+
+    def check_model(self, model: Path) -> None:
+        _vllm_memory.check(model, self.tensor_parallel, self.max_model_len)
+        experts = ModelShape.read(model).experts if self.return_routing else 1
+        if not 0 < experts < FREE + 1:
+            raise ConfigError(
+                f"[engine] return_routing = true needs 1 to {FREE} experts; the model has {experts}"
+            )
+        if self.return_routing and self.loads_weights and self.device == "cpu":
+            raise ConfigError("[engine] return_routing = true needs a GPU: vLLM captures no experts on a CPU")
+
+    def memory(self, model: Path, context: int) -> MemoryEstimate:
+        found = _vllm_memory.estimate(
+            ModelShape.read(model),
+            self.tensor_parallel,
+            4 if self.dtype == "float32" else 2,
+            sequences=self.max_num_seqs,
+            context=context,
+            given=self.kv_cache_bytes,
+        )
+        return found if self.kv_cache_bytes else replace(found, least=found.least / self.gpu_memory_share)
+
+    def is_healthy(self, url: str) -> bool:
+        try:
+            _http.call(url, "", "/health", None, 10.0)
+        except EngineError:
+            return False
+        return True
+
+    def is_alive(self, url: str, token: str, timeout_s: float) -> bool:
+        """Return whether every worker answers a call, which it does between two forward passes."""
+        body = msgspec.json.encode({"method": "check_health"})
+        try:
+            _http.call_on_new_connection(url, token, "/collective_rpc", body, timeout_s)
+        except _http.Refused as error:
+            return error.status == 404 and self.is_healthy(url)  # an engine without control routes
+        except NoAnswer:
+            return False
+        return True
+
+    @property
+    def sleep_arguments(self) -> Sequence[str]:
+        return ["--enable-sleep-mode"] if self.device == "gpu" else []  # a CPU's workers only pause
+
+    def sleep(self, url: str, token: str) -> float | None:
+        return _vllm_sleep.sleep(url, token, self.update_timeout_s)
+
+    def wake(self, url: str, token: str) -> None:
+        _vllm_sleep.wake(url, token, self.update_timeout_s)
+
+    def inspect(self, url: str, token: str) -> EngineInfo:
+        """Read /v1/models and /server_info.
+
+        The second route exists only in vLLM's development mode, without which weights cannot be updated.
+        """
+        [card, *_] = decode(_answers.Models, url, self._get(url, token, "/v1/models")).data
+        info = self._get(url, token, "/server_info?config_format=json", absent=b"{}")
+        transfer = decode(_answers.ServerInfo, url, info).vllm_config.weight_transfer_config
+        can_update = transfer is not None and transfer.backend == BACKEND
+        return EngineInfo(card.root, card.max_model_len, can_update)
+
+    def stamp(self, url: str, token: str) -> str | None:
+        """Read the stamp from /weight_info; return None where the release has no such route."""
+        data = self._get(url, token, "/weight_info", absent=b"")
+        return decode(_answers.WeightInfo, url, data).weight_version if data else None
+
+    def adopt(self, url: str, token: str, version: WeightVersion, probe: ProbeScore | None) -> None:
+        """Compare the probe, then set the stamp where the release has stamps."""
+        if probe is not None:
+            self._require_probe(self.score(url, token, probe.token_ids), version, probe)
+        if self.stamp(url, token) is not None:
+            self._routes(url, token).call("/update_weight_version", {"new_version": version.name})
+
+    def reload(self, url: str, token: str, weights: Weights) -> None:
+        """Pause, swap, resume, then compare the probe; a version that fails it is swapped out again.
+
+        Until the probe has passed, the engine keeps all answers back; if it fails, it refuses them. The
+        probe is asked for while the engine pauses, so that it is in the first forward pass of all requests
+        that were kept: after it, prompts that must be computed again would let it wait.
+        """
+        before, routes = self.stamp(url, token), self._routes(url, token)
+        version, probe = weights.version, weights.manifest.probe if weights.manifest else None
+        update, stamp = _vllm_update.describe(weights), before and version.name
+        try:
+            scores = routes.swap(update, stamp, lambda: probe and self._ask(url, token, probe))
+        except (NoAnswer, Overdue):
+            raise
+        except EngineError as error:
+            raise EngineError(f"{weights.folder}: not loaded: {error}") from error
+        try:
+            if probe and scores:
+                self._require_probe(scores.result(), version, probe)
+        except (NoAnswer, Overdue):
+            raise
+        except EngineError:
+            with _vllm_update.ends_engine(f"{url}: the weights before {version.name} are not back"):
+                routes.swap({"path": ""}, before, lambda: None)
+                routes.release()
+            raise
+        routes.release()
+        log.debug("probed %s", version.name)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("workers %s", routes.seconds().decode())
+
+    def generate(
+        self,
+        url: str,
+        token: str,
+        prompt: IdArray,
+        sampling: Sampling,
+        timeout_s: float,
+        prefix: Prefix = NEW,
+    ) -> Completion:
+        """Sample one completion; the request names every setting that shapes the distribution."""
+        wait = (timeout_s, timeout_s + max(sampling.max_tokens, FEWEST_TIMED_TOKENS) / SLOWEST_TOKENS_PER_S)
+        more = {"routed_experts_prompt_start": prefix.routed} if self.return_routing else {}
+        salt = prefix.salt if self.kv_on_update == "keep" else ""
+        answer = self._request(url, token, prompt.tolist(), sampling, wait, salt, **more)
+        ids, logprobs = answer.token_ids, answer.logprobs
+        _answers.require_finite(logprobs)
+        if answer.finish_reason not in ("stop", "length", "abort"):
+            raise EngineError(f"{url}: finish reason {answer.finish_reason!r}")
+        if answer.finish_reason == "stop" and not (ids and answer.stop_reason in (None, ids[-1])):
+            raise EngineError(f"{url}: stopped by {answer.stop_reason!r}, which is not the last token id")
+        stamps = answer.weight_versions
+        spans = None if stamps is None else _answers.to_spans(stamps, len(ids))
+        rows = len(prompt) + len(ids) - 1 - prefix.routed
+        routing = _answers.to_routing(answer, rows) if self.return_routing else None
+        return Completion(ids, logprobs, answer.finish_reason, spans, routing)
+
+    def score(self, url: str, token: str, token_ids: Sequence[int], *, swap_s: float = 0.0) -> list[float]:
+        """Return the log-probabilities of all tokens but the first; vLLM does not use its prefix cache here.
+
+        The engine computes them before other requests, and for `swap_s` seconds it may compute nothing.
+        Raise EngineError when their number is wrong, or one is missing or not finite.
+        """
+        wait = (swap_s + min(ANSWER_TIMEOUT_S, self.update_timeout_s), swap_s + self.update_timeout_s)
+        answer = self._request(url, token, list(token_ids), GREEDY, wait, prompt_logprobs=0)
+        if answer.prompt_logprobs is None:
+            raise EngineError(f"{url}: no log-probabilities of the prompt")
+        _answers.require_finite(answer.prompt_logprobs)
+        return answer.prompt_logprobs
+
+    def _request(
+        self,
+        url: str,
+        token: str,
+        ids: list[int],
+        sampling: Sampling,
+        wait: tuple[float, float],
+        salt: str = "",
+        **more: int,
+    ) -> Answer:
+        """Request one completion; `wait` is the seconds without data before a check, and those in all.
+
+        Only requests with the same `salt` share a prefix cache.
+        """
+        # No seed: on a CPU with chunked prefill a seeded request ends the engine for everybody.
+        settings = msgspec.structs.asdict(sampling) | {
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "stop_token_ids": self.stop_token_ids,
+            "logprobs": 0,
+            "detokenize": False,
+            **more,
+        }
+        is_probe = "prompt_logprobs" in more
+        query = "?probe" if is_probe else ""  # an answer that is never kept back
+        top = (FIRST if is_probe else {}) | ({"cache_salt": salt} if salt else {})
+        body = msgspec.json.encode({"token_ids": ids, "sampling_params": settings, **top})
+        check_s, deadline = wait[0], time.monotonic() + wait[1]
+
+        def keep_waiting() -> bool:
+            if time.monotonic() > deadline:
+                raise Overdue(f"{url}: no completion of {sampling.max_tokens} tokens in {wait[1]:g} s")
+            return self.is_alive(url, token, check_s)
+
+        try:
+            data = _http.call(url, token, f"{SAMPLE}{query}", body, check_s, keep_waiting)
+            return _answers.from_samples(url, data, ids)
+        except _http.Refused as error:
+            if error.status not in (403, 404):
+                raise
+        del settings["detokenize"]  # an engine that somebody else runs has only vLLM's routes
+        flags = {"return_token_ids": True, "return_tokens_as_token_ids": True}  # without a tokenizer, too
+        body = msgspec.json.encode({"prompt": ids, **flags, **settings, **top})
+        data = _http.call(url, token, f"/v1/completions{query}", body, check_s, keep_waiting)
+        return _answers.from_completions(url, data, ids)
+
+    def _ask(self, url: str, token: str, probe: ProbeScore) -> "Future[list[float]]":
+        """Ask an engine that pauses for the scores of a probe, which it computes when it goes on."""
+        pool = ThreadPoolExecutor(1, "probe")
+        scores = pool.submit(self.score, url, token, probe.token_ids, swap_s=self.update_timeout_s)
+        pool.shutdown(wait=False)  # an engine that hangs is replaced before it answers
+        return scores
+
+    def _require_probe(self, scores: Sequence[float], version: WeightVersion, probe: ProbeScore) -> None:
+        """Raise EngineError unless an engine's scores of a version's probe are those of its learner."""
+        with boundary(EngineError, f"{version.name}: its manifest's probe"):
+            difference = probe_distance(scores, probe.logprobs)
+        mean = fmean(abs(mine - theirs) for mine, theirs in zip(scores, probe.logprobs, strict=True))
+        log.debug("compared %s: |difference| of the probe's log-probabilities %.3g, mean", version.name, mean)
+        tolerance = probe.tolerance if self.dtype == "float32" else max(probe.tolerance, ROUNDED)
+        if not difference <= tolerance:
+            raise EngineError(
+                f"{version.name}: the probe's log-probabilities differ from the learner's by"
+                f" {difference:.4g}, more than {tolerance:g}"
+            )
+
+    def _routes(self, url: str, token: str) -> UpdateRoutes:
+        return UpdateRoutes(url, token, self.update_timeout_s, clears=self.kv_on_update == "recompute")
+
+    def _get(self, url: str, token: str, path: str, absent: bytes | None = None) -> bytes:
+        try:
+            return _http.call(url, token, path, None, ANSWER_TIMEOUT_S)
+        except _http.Refused as error:
+            if error.status == 404 and absent is not None:
+                return absent
+            if error.status in (401, 403):
+                raise EngineError(f"{url} refuses the key (HTTP {error.status})") from None
+            raise
+
+
+def probe_distance(scores: Sequence[float], wanted: Sequence[float]) -> float:
+    """Return the difference that nine of ten tokens do not exceed, or a tenth of the largest if that is more.
+
+    Wrong weights change all tokens. Rounding in bfloat16 changes some tokens, unlikely ones, by more than the
+    others: by the largest difference alone, an engine with the right weights would be refused.
+    """
+    differences = np.abs(np.asarray(scores) - np.asarray(wanted))
+    return float(max(np.quantile(differences, NEAR), differences.max() / FARTHEST))

@@ -1,0 +1,61 @@
+"""Count the parameters that a rank holds and trains, and the bytes of each; without torch."""
+
+from hpc_swe.models.model_shape import ModelShape
+from hpc_swe.models.policies._megatron.settings import MegatronSettings
+
+
+def sizes_in_bytes(policy: MegatronSettings) -> tuple[int, int]:
+    """Return the bytes of a weight, and of the optimizer's state of one."""
+    return (2, 12) if policy.dtype == "bfloat16" else (4, 8)
+
+
+def saved_bytes(policy: MegatronSettings) -> int:
+    """Return what a parameter takes in a checkpoint; a distributed optimizer saves float32 weights twice."""
+    return sum(sizes_in_bytes(policy)) + 4 * (policy.dtype == "float32" and policy.distributed_optimizer)
+
+
+def parts(shape: ModelShape, policy: MegatronSettings) -> tuple[float, float]:
+    """Return a rank's parameters of its largest stage, and its part of the experts'."""
+    known, tp, pp = shape.parameters, policy.tensor_parallel, policy.pipeline_parallel
+    tables = known.tables if pp == 1 else shape.vocab * shape.hidden
+    ranks = policy.expert_parallel if policy.expert_parallel > 1 else tp
+    return (tables + known.split / pp) / tp + known.whole / pp, known.experts / pp / ranks
+
+
+def held(shape: ModelShape, policy: MegatronSettings) -> float:
+    """Return the parameters of a rank of the largest stage."""
+    return sum(parts(shape, policy))
+
+
+def stepped(shape: ModelShape, policy: MegatronSettings, data_parallel: int) -> float:
+    """Return how many parameters a rank's optimizer updates."""
+    copies = policy.context_parallel * data_parallel if policy.distributed_optimizer else 1
+    if adapters := adapter_parameters(shape, policy):
+        return adapters / copies
+    dense, experts = parts(shape, policy)
+    of_experts = copies * policy.tensor_parallel / policy.expert_parallel
+    return dense / copies + experts / (of_experts if policy.expert_parallel > 1 else copies)
+
+
+def adapter_parameters(shape: ModelShape, policy: MegatronSettings) -> int:
+    """Return the parameters of a rank's adapters, each of rank * (inputs + outputs), one of them divided."""
+    tp, found = policy.tensor_parallel, 0
+    for inputs, outputs, is_row in _adapted(shape, policy):
+        found += inputs // tp + outputs if is_row else inputs + outputs // tp
+    return policy.lora_rank * shape.layers * found
+
+
+def adapted_parameters(shape: ModelShape, policy: MegatronSettings) -> float:
+    """Return the parameters of a rank's matrices that have adapters."""
+    sizes = (inputs * outputs for inputs, outputs, _ in _adapted(shape, policy))
+    return shape.layers * sum(sizes) / policy.tensor_parallel
+
+
+def _adapted(shape: ModelShape, policy: MegatronSettings) -> list[tuple[int, int, bool]]:
+    """Return inputs and outputs of a layer's adapted matrices, and whether ranks divide the inputs."""
+    heads, groups = shape.heads * shape.head_dim, shape.groups * shape.head_dim
+    columns, rows = [heads, groups, groups], [(heads, shape.hidden, True)]
+    attention = [(shape.hidden, outputs, False) for outputs in columns] + rows
+    mlp = [(shape.hidden, shape.ffn, False)] * 2 + [(shape.ffn, shape.hidden, True)]
+    chosen = {"all": attention + mlp, "attention": attention, "mlp": mlp}
+    return chosen[policy.lora_layers] if policy.lora_rank else []

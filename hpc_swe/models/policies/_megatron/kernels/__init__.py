@@ -1,0 +1,1 @@
+"""Compute on one GPU, move data between GPUs, and repair megatron-core."""

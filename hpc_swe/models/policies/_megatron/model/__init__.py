@@ -1,0 +1,1 @@
+"""Build the model over its ranks, and run packed batches through it."""

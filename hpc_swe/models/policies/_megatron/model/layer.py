@@ -1,0 +1,62 @@
+"""Compute a layer of the decoder: attention and an MLP (or experts), each behind a norm."""
+
+from dataclasses import dataclass
+from functools import partial
+
+from megatron.core import tensor_parallel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from hpc_swe.models.policies._megatron.kernels.kernels import residual_norm, swiglu
+from hpc_swe.models.policies._megatron.kernels.recompute import Call, Recomputing, keep
+from hpc_swe.models.policies._megatron.model.packing import Packing
+
+
+@dataclass
+class DecoderConfig(TransformerConfig):  # type: ignore[misc]
+    """Add to Megatron's configuration what it does not know."""
+
+    recomputed: str = ""
+    """What backward computes again: nothing, "elementwise" results, or also those of "products"."""
+
+
+class Layer(TransformerLayer):  # type: ignore[misc]
+    """Compute x + attention(norm(x)), and of this x + mlp(norm(x)).
+
+    Written out, it shows which values backward needs: the results of `cheap` are elementwise, those of
+    `costly` take a matrix product. What the core of attention returns is always kept.
+    """
+
+    def forward(self, hidden_states: Tensor, packed_seq_params: Packing, **_: object) -> tuple[Tensor, None]:
+        """Return [tokens, 1, width] for [tokens, 1, width]."""
+        with Recomputing() as recompute:
+            cheap = recompute if self.config.recomputed else keep
+            costly = recompute if self.config.recomputed == "products" else keep
+            hidden, normed = cheap(partial(residual_norm, self.input_layernorm), hidden_states)
+            context = self.self_attention.context(normed, packed_seq_params, cheap, costly)
+            hidden = costly(self._attended, hidden, context)
+            hidden, normed = cheap(partial(residual_norm, self.pre_mlp_layernorm), hidden)
+            return hidden + self._mlp(normed, packed_seq_params.longest, cheap, costly), None
+
+    def _attended(self, hidden: Tensor, context: Tensor) -> Tensor:
+        output, _ = self.self_attention.linear_proj(context)
+        return hidden + output
+
+    def _mlp(self, normed: Tensor, longest: int, cheap: Call, costly: Call) -> Tensor:
+        if self.is_moe_layer:
+            output = self.mlp(normed, longest or len(normed), cheap, costly)
+        elif self.recompute_mlp:
+            output = tensor_parallel.checkpoint(self._dense, False, normed)
+        else:
+            output = self._dense(normed, cheap, costly)
+        return output
+
+    def _dense(self, normed: Tensor, cheap: Call = keep, costly: Call = keep) -> Tensor:
+        product = cheap(swiglu, costly(self._gate_up, normed))
+        output, _ = self.mlp.linear_fc2(product)
+        return output
+
+    def _gate_up(self, normed: Tensor) -> Tensor:
+        both, _ = self.mlp.linear_fc1(normed)
+        return both

@@ -1,0 +1,1 @@
+"""Keep the optimizer's state: on GPUs, in host memory and in checkpoints."""

@@ -1,0 +1,1 @@
+"""Load weights and adapters, and write them as files that engines read."""

@@ -1,0 +1,333 @@
+"""Train low-rank adapters of the linear layers (LoRA) while the weights that were loaded stay fixed.
+
+The model computes with the merged weights, W = round(W0 + alpha / rank * B A), which are also what is
+published. So learner and engine have the same bits, and forward costs what it costs without adapters.
+Backward gives A and B the gradient of W = W0 + alpha / rank * B A: rounding counts as the identity, as it
+does where bfloat16 weights are rounded from float32 ones. The gradient of W itself is never computed.
+
+    y = x W^T      dA = scale (dy B)^T x      dB = scale dy^T (x A^T)
+
+Each linear layer has either its outputs or its inputs split over tensor-parallel ranks, and with them B or A;
+the other factor is whole on every rank, and its gradient is a sum over the ranks.
+"""
+
+import json
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.tensor_parallel import layers, mappings
+from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from hpc_swe.base.errors import ConfigError
+from hpc_swe.base.store import atomic
+from hpc_swe.models.deltas.low_rank import ADAPTER_CONFIG, ADAPTER_TENSORS, Factors
+from hpc_swe.models.model_shape import ModelShape
+from hpc_swe.models.policies._megatron.kernels import pinned
+from hpc_swe.models.policies._megatron.model.model import PolicyModel
+from hpc_swe.models.policies._megatron.model.parallel import TorchRanks
+from hpc_swe.models.policies._megatron.settings import MegatronSettings
+from hpc_swe.models.policies._megatron.weights.weights import ADAPTERS
+
+IDENTITY = ("lora_rank", "lora_alpha", "lora_layers")
+"""Keys of the policy to which a checkpoint of adapters belongs."""
+FOLDER = "adapter"
+"""Folder of the adapters within a version, in the format of PEFT."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Locate the rows of one Hugging Face matrix in a fused weight, seen as [groups, width, inputs]."""
+
+    name: str
+    """Of the matrix within its layer, for example self_attn.q_proj."""
+    groups: int
+    width: int
+    start: int
+    size: int
+
+    def of_weight(self, fused: Tensor) -> Tensor:
+        """Return a view [groups, size, inputs] of [rows, inputs]."""
+        return fused.view(self.groups, self.width, -1)[:, self.start : self.start + self.size]
+
+    def of_outputs(self, fused: Tensor) -> Tensor:
+        """Return this matrix's columns [tokens, groups * size] of [tokens, rows]."""
+        parts = fused.view(len(fused), self.groups, self.width)
+        return parts[:, :, self.start : self.start + self.size].flatten(1)
+
+
+class Adapter(nn.Module):  # type: ignore[misc]
+    """Hold the factors a [rank, inputs] and b [outputs, rank] of one matrix, one of them a rank's part."""
+
+    def __init__(
+        self, rows: Rows, source: str, base: Tensor, rank: int, split: int, room: pinned.HostRoom
+    ) -> None:
+        """Copy `base` [groups, size, inputs], of which ranks divide the outputs (split 0) or inputs (1)."""
+        super().__init__()
+        self.rows, self.source, self.split = rows, source, split
+        outputs, inputs = base.shape[0] * base.shape[1], base.shape[2]
+        self.base = room.place([outputs, inputs], base.dtype)
+        self.base.view(base.shape).copy_(base)
+        self.a = nn.Parameter(base.new_empty(rank, inputs))
+        self.b = nn.Parameter(base.new_zeros(outputs, rank))
+        layers.set_tensor_model_parallel_attributes(self.a, split == 1, 1, 1)
+        layers.set_tensor_model_parallel_attributes(self.b, split == 0, 0, 1)
+
+    def start(self, group: dist.ProcessGroup) -> None:
+        """Draw A as LoRA's authors do, uniform within 1 / sqrt(inputs) (microsoft/LoRA, layers.py); B is 0.
+
+        The numbers depend on the name alone, and not on how many ranks share them.
+        """
+        parts = group.size() if self.split == 1 else 1
+        rank, inputs = self.a.shape
+        generator = torch.Generator().manual_seed(zlib.crc32(self.source.encode()))
+        drawn = torch.empty(rank, inputs * parts).uniform_(-1, 1, generator=generator)
+        drawn /= math.sqrt(inputs * parts)
+        self.a.data.copy_(drawn.chunk(parts, 1)[group.rank() if parts > 1 else 0])
+
+    def merged(self, scale: float) -> Tensor:
+        """Return the rounded sum [outputs, inputs], on the device."""
+        found = torch.empty_like(self.base, device=self.a.device)
+        Factors(self.a.data, self.b.data, scale).merge(self.base, found)
+        return found
+
+
+class AdaptedLinear:
+    """Give a linear layer of Megatron adapters; `split` is the dimension of its weight that ranks divide."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        rows: Sequence[Rows],
+        prefix: str,
+        settings: MegatronSettings,
+        room: pinned.HostRoom,
+    ) -> None:
+        rank = settings.lora_rank
+        self.split = 1 if isinstance(module, layers.RowParallelLinear) else 0
+        weight: Tensor = module.weight.data
+        self.adapters = [
+            Adapter(each, f"{prefix}{each.name}", each.of_weight(weight), rank, self.split, room)
+            for each in rows
+        ]
+        module.add_module(ADAPTERS, nn.ModuleList(self.adapters))
+        module.register_forward_hook(self._adapt)
+        self._weight, self._scale, self._group = weight, settings.lora_alpha / rank, module.tp_group
+        self._gathers = bool(module.sequence_parallel) and self._group.size() > 1
+
+    def merge(self) -> None:
+        for each in self.adapters:
+            target = each.rows.of_weight(self._weight)
+            target.copy_(each.merged(self._scale).view(target.shape))
+
+    def remove(self) -> None:
+        for each in self.adapters:
+            target = each.rows.of_weight(self._weight)
+            target.copy_(each.base.view(target.shape))
+
+    def _adapt(
+        self, _: nn.Module, inputs: tuple[Tensor], outputs: tuple[Tensor, Any]
+    ) -> tuple[Any, Any] | None:
+        if not torch.is_grad_enabled():
+            return None
+        factors = [factor for each in self.adapters for factor in (each.a, each.b)]
+        return _Adapted.apply(outputs[0], inputs[0], self, *factors), outputs[1]
+
+    def gradients(self, inputs: Tensor, grad: Tensor, factors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients of a and b of each adapter, for inputs [tokens, in] and grad [tokens, out].
+
+        With sequence parallelism one of the two has this rank's tokens only, and the small products are
+        exchanged in place of it.
+        """
+        outputs = [each.rows.of_outputs(grad) for each in self.adapters]
+        inner = inputs @ torch.cat(list(factors[::2])).t()
+        outer = torch.cat([part @ b for part, b in zip(outputs, factors[1::2], strict=True)], 1)
+        if self._gathers:
+            gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+            inner = (scatter if self.split else gather)(inner, group=self._group)
+            outer = (gather if self.split else scatter)(outer, group=self._group)
+        parts = zip(outputs, inner.chunk(len(outputs), 1), outer.chunk(len(outputs), 1), strict=True)
+        return [
+            self._scale * each
+            for output, of_inputs, of_outputs in parts
+            for each in (of_outputs.t() @ inputs, output.t() @ of_inputs)
+        ]
+
+
+class _Adapted(torch.autograd.Function):  # type: ignore[misc]
+    """Pass a product on as it is, and give the factors of its weight their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, inputs: Tensor, layer: AdaptedLinear, *factors: Tensor) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(inputs, *factors)
+        return outputs.view_as(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, *factors = ctx.saved_tensors
+        flat = inputs.flatten(0, -2), grad.flatten(0, -2)
+        return grad, None, None, *ctx.layer.gradients(*flat, factors)
+
+
+class Adapters:
+    """Hold the adapters of a model; without `lora_rank` there are none, and nothing here does anything."""
+
+    def __init__(
+        self, model: PolicyModel, shape: ModelShape, settings: MegatronSettings, ranks: TorchRanks
+    ) -> None:
+        self._settings, self._ranks, self._layers = settings, ranks, list[AdaptedLinear]()
+        if not settings.lora_rank:
+            return
+        model.requires_grad_(False)
+        model.embedding.register_forward_hook(_require_gradient)
+        chosen = list(_choose(model, shape, settings))
+        base = sum(module.weight.nbytes + pinned.ALIGNED * len(rows) for module, rows, _ in chosen)
+        room = pinned.take("policy.lora_rank", base, ranks, "adapt fewer layers (policy.lora_layers)")
+        self._layers = [AdaptedLinear(*each, settings, room) for each in chosen]
+        for adapter in self._adapters():
+            adapter.start(ranks.tensor_group)
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        values = (settings.lora_rank, settings.lora_alpha, settings.lora_layers)
+        self._identity: dict[str, object] = dict(zip(IDENTITY, values, strict=True))
+
+    def __bool__(self) -> bool:
+        return bool(self._layers)
+
+    def merge(self) -> None:
+        """Write the merged weights into the model."""
+        for layer in self._layers:
+            layer.merge()
+
+    @contextmanager
+    def removed(self) -> Iterator[None]:
+        """Let the model compute with the weights that were loaded, for the duration of the block."""
+        for layer in self._layers:
+            layer.remove()
+        try:
+            yield
+        finally:
+            self.merge()
+
+    def add_up_gradients(self) -> None:
+        """Add up what tensor-parallel ranks have of the gradients of factors that are whole on every rank."""
+        group = self._ranks.tensor_group
+        if group.size() == 1 or not self:
+            return
+        found = [(each.b if each.split else each.a).main_grad for each in self._adapters()]
+        joined = torch.cat([each.flatten() for each in found])
+        dist.all_reduce(joined, group=group)
+        for each, part in zip(found, joined.split([each.numel() for each in found]), strict=True):
+            each.copy_(part.view(each.shape))
+
+    def sharded_state(self) -> dict[str, ShardedTensor]:
+        """Describe the factors to a distributed checkpoint, under names that no layout changes."""
+        groups = {"tp_group": self._ranks.tensor_group, "dp_cp_group": self._ranks.replica_group}
+        state = {}
+        for each in self._adapters():
+            for factor, tensor, axis in (("a", each.a, 1), ("b", each.b, 0)):
+                key, name = f"{each.source}.{factor}", self._names[id(tensor)]
+                if axis == each.split:
+                    state[name] = make_tp_sharded_tensor_for_checkpoint(tensor, key, axis, **groups)
+                else:
+                    state[name] = make_sharded_tensor_for_checkpoint(tensor, key, **groups)
+        return state
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """Return what a checkpoint of adapters belongs to; {} without adapters."""
+        return self._identity if self else {}
+
+    def require(self, identity: dict[str, object], folder: Path) -> None:
+        """Raise ConfigError unless a checkpoint holds adapters like these, or none where there are none."""
+        mine = self.identity
+        for key in IDENTITY:
+            if mine.get(key) != identity.get(key):
+                raise ConfigError(
+                    f"{folder}: saved with [policy] {key} = {identity.get(key)}, not {mine.get(key)}; set it "
+                    "as it was when the run started, or start another run"
+                )
+
+    def collect(self) -> dict[str, Tensor]:
+        """Return the whole factors in the host's memory, under the names of PEFT; all ranks must call it."""
+        found: dict[str, Tensor] = {}
+        for each in self._adapters():
+            for name, tensor, axis in (("lora_A", each.a, 1), ("lora_B", each.b, 0)):
+                whole = (
+                    _whole(tensor.data, axis, self._ranks.tensor_group) if axis == each.split else tensor.data
+                )
+                found[f"base_model.model.{each.source}.{name}.weight"] = whole.cpu().contiguous()
+        return found
+
+    def write(self, folder: Path, factors: dict[str, Tensor], model: Path) -> None:
+        """Write a folder that PEFT loads onto `model`; rank 0 writes it, and no rank waits for another."""
+        if self._ranks.rank or not self:
+            return
+        with atomic.storage(folder):
+            folder.mkdir(exist_ok=True)
+            data = save(factors, metadata={"format": "pt"})  # save_file raises no OSError for a full disk
+            (folder / ADAPTER_TENSORS).write_bytes(data)
+            (folder / ADAPTER_CONFIG).write_text(json.dumps(self._peft(model), indent=2))
+
+    def _peft(self, model: Path) -> dict[str, object]:
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": str(model),
+            "r": self._settings.lora_rank,
+            "lora_alpha": self._settings.lora_alpha,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "target_modules": sorted({each.source.rpartition(".")[2] for each in self._adapters()}),
+            "inference_mode": True,
+        }
+
+    def _adapters(self) -> Iterator[Adapter]:
+        for layer in self._layers:
+            yield from layer.adapters
+
+
+def _choose(
+    model: PolicyModel, shape: ModelShape, settings: MegatronSettings
+) -> Iterator[tuple[nn.Module, list[Rows], str]]:
+    """Yield the linear layers that `lora_layers` names, with their matrices and the prefix of those."""
+    groups, size = shape.groups // settings.tensor_parallel, shape.head_dim
+    queries, ffn = shape.heads // shape.groups * size, shape.ffn // settings.tensor_parallel
+    fused = [
+        ("q_proj", groups, queries + 2 * size, 0, queries),
+        ("k_proj", groups, queries + 2 * size, queries, size),
+        ("v_proj", groups, queries + 2 * size, queries + size, size),
+    ]
+    qkv = [Rows(f"self_attn.{name}", *place) for name, *place in fused]
+    output = [Rows("self_attn.o_proj", 1, shape.hidden, 0, shape.hidden)]
+    gate_up = [Rows("mlp.gate_proj", 1, 2 * ffn, 0, ffn), Rows("mlp.up_proj", 1, 2 * ffn, ffn, ffn)]
+    down = [Rows("mlp.down_proj", 1, shape.hidden, 0, shape.hidden)]
+    for layer in model.decoder.layers:
+        attention, mlp, chosen = layer.self_attention, layer.mlp, list[tuple[nn.Module, list[Rows]]]()
+        if settings.lora_layers != "mlp":
+            chosen += [(attention.linear_qkv, qkv), (attention.linear_proj, output)]
+        if settings.lora_layers != "attention":
+            chosen += [(mlp.linear_fc1, gate_up), (mlp.linear_fc2, down)]
+        for module, rows in chosen:
+            yield module, rows, f"model.layers.{layer.layer_number - 1}."
+
+
+def _require_gradient(_: nn.Module, __: object, output: Tensor) -> None:
+    """Let a layer that is recomputed see that backward must pass it: none of its inputs is trained."""
+    if torch.is_grad_enabled():
+        output.requires_grad_()
+
+
+def _whole(part: Tensor, axis: int, group: dist.ProcessGroup) -> Tensor:
+    parts = [torch.empty_like(part) for _ in range(group.size())]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    return torch.cat(parts, axis)

@@ -1,0 +1,164 @@
+"""The interface that every grader implements."""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final, Protocol, runtime_checkable
+
+from hpc_swe.agents.sandboxes.base import CommandResult, Sandboxes
+from hpc_swe.base.loader import Plugin
+from hpc_swe.base.records import Outcome, Score, Task
+from hpc_swe.tasks.hidden_tests import Version
+
+GRADER_BROKE: Final = "the grader broke"
+"""Begins the detail of a score that stands for an exception of the grader."""
+Findings = Mapping[str, Collection[str]]
+"""What the guard found -> the files that it comes from; an empty name is code of no file."""
+DISAGREES: Final = "its sittings disagree"
+"""Begins the detail when a patch passed a test in one sitting and failed the same test in another."""
+SILENT: Final = "its later sittings gave no result"
+"""Begins the detail when a patch resolved the task at first, and its tests did not come to an end later."""
+
+
+@runtime_checkable
+class Grader(Protocol):
+    """A grader runs hidden tests on a patch and gives it a score."""
+
+    @property
+    def unresolved_reward(self) -> float:
+        """Reward of a patch that cannot be judged because its own code makes the grader fail."""
+
+    def grade(self, task: Task, patch: str, sandboxes: Sandboxes) -> Score:
+        """Judge a patch in fresh sandboxes that no agent has touched.
+
+        Raise SandboxError if the host failed; the worker then makes the score `infra_error`.
+        """
+
+
+@runtime_checkable
+class Examiner(Grader, Protocol):
+    """A grader that can itself be tested: the empty patch must not resolve a task."""
+
+    def examine(self, task: Task, patch: str, sandboxes: Sandboxes) -> Score:
+        """Grade a patch like `grade`, but run the tests even when the patch is empty."""
+
+
+@runtime_checkable
+class Regrader(Protocol):
+    """A grader that grades a resolving patch again with changed tests: it gets a second sitting."""
+
+    def changed_tests(self, task: Task, reference: str, sandboxes: Sandboxes) -> tuple[list[Version], str]:
+        """Return versions that the reference, which resolves the task, fails; or none and the reason."""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """An inspection says what a grader can prove with a task's tests."""
+
+    assertions: int
+    """Assertions of the tests that judge the task."""
+    sealed: int
+    """How many of these have their expected values outside the sandbox."""
+    unsealed: dict[str, list[str]]
+    """Test file -> places of assertions that must compare in the sandbox, as values of the reference show."""
+    remark: str = ""
+    """What a person should know about the names of the tests."""
+
+
+@runtime_checkable
+class Inspector(Protocol):
+    """A grader that keeps expected values outside the sandbox, where that is possible."""
+
+    def inspect(self, task: Task, reference: str | None, sandboxes: Sandboxes) -> Inspection:
+        """Collect a task's tests without a patch and with its reference, if any, and look at its assertions.
+
+        Raise SandboxError if the host failed.
+        """
+
+    def proves(self, inspection: Inspection) -> bool:
+        """Tell whether so many sealed assertions are enough for a usable task."""
+
+
+@runtime_checkable
+class OutcomeReporter(Protocol):
+    """A grader that reports every test of a run, also tests that the task does not name."""
+
+    def outcomes(self, task: Task, patch: str, sandboxes: Sandboxes) -> tuple[dict[str, str], str]:
+        """Return test -> outcome, named as in the task's lists; or nothing and the reason.
+
+        Raise SandboxError if the host failed.
+        """
+
+
+class HiddenTestGrader(Plugin, frozen=True, kw_only=True):
+    """A patch resolves a task when all fail-to-pass and pass-to-pass tests pass."""
+
+    resolved_reward: float = 1.0
+    """Reward of an episode that passes all tests."""
+    unresolved_reward: float = -1.0
+    """Reward of one that does not."""
+    cheated_reward: float = -2.0
+    """Reward of one that cheated. It should be below `unresolved_reward`: a lie that is paid once in 31 times
+    would otherwise be worth more than an honest failure."""
+
+    def score(
+        self, task: Task, outcome: Outcome, passed: Collection[str], detail: str, seconds: float
+    ) -> Score:
+        """Make the score of a patch that passed these tests; all other wanted tests failed."""
+        rewards = {"resolved": self.resolved_reward, "cheated": self.cheated_reward}
+        return Score(
+            outcome=outcome,
+            reward=rewards.get(outcome, self.unresolved_reward),
+            passed=sorted(passed),
+            failed=sorted({*task.tests.fail_to_pass, *task.tests.pass_to_pass}.difference(passed)),
+            detail="" if outcome == "resolved" else detail,
+            seconds=seconds,
+        )
+
+
+@dataclass(frozen=True)
+class GradedPatch:
+    """A patch of an attempt at a task, together with the score that a grader gave it."""
+
+    task: Task
+    patch: str
+    score: Score
+
+    @property
+    def is_prediction(self) -> bool:
+        """False if infrastructure failed before anything was handed in: swebench calls that incomplete."""
+        return bool(self.patch) or self.score.outcome != "infra_error"
+
+
+@runtime_checkable
+class Official(Protocol):
+    """A grader of a benchmark that has a report format of its own, which other tools can read."""
+
+    def report(self, folder: Path, label: str, model: str, verdicts: Sequence[GradedPatch]) -> None:
+        """Write the report of one attempt at every task below a folder."""
+
+
+def sandbox_texts(*modules: str) -> list[str]:
+    """Read modules of this package that run in a sandbox, without their imports of each other."""
+    paths = [Path(__file__).with_name(f"{name}.py") for name in modules]
+    return [re.sub(r"(?m)^from hpc_swe[^(\n]*(\([^)]*\))?.*$", "", path.read_text()) for path in paths]
+
+
+@cache
+def guard_text() -> str:
+    """Return what `load_apart` of `_apart` loads in a sandbox."""
+    return "\n\n".join(sandbox_texts("_report", "_code", "_held", "_look", "_guard"))
+
+
+def charges(found: Findings, base: Findings, touched: Collection[str]) -> list[str]:
+    """Return what was found in files that a patch changes, or in no file, and not in the run of the base."""
+    new = {what: {*places}.difference(base.get(what, ())) for what, places in found.items()}
+    return sorted(what for what, places in new.items() if not places.isdisjoint({*touched, ""}))
+
+
+def ending(result: CommandResult) -> str:
+    """Describe how a command ended, in one line with the last 500 characters of its output."""
+    state = "timed out; " if result.timed_out else "broke its sandbox; " if result.broke_sandbox else ""
+    return f"{state}exit code {result.exit_code}: {result.output.strip()[-500:]}"

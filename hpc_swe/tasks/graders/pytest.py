@@ -1,0 +1,178 @@
+"""Grade a patch of plain files with pytest, in a fresh sandbox that no agent has touched.
+
+The host applies the patch to the task's files, restores the files that set up pytest, and writes the task's
+tests last, without their expected values (`_sealed`). For an assertion that cannot be sealed the grader
+trusts the process in the sandbox, guarded by two canary tests. So weak tests prove little.
+
+Where a task names no tests, every test counts that pytest collects in the task's own files (`_base`). A test
+that is skipped, or fails as expected, does not count if it ends so without any patch.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from hpc_swe.agents.sandboxes.base import CommandResult, Sandboxes
+from hpc_swe.base.errors import ConfigError
+from hpc_swe.base.records import Score, Task
+from hpc_swe.tasks.graders._base import Base, base_of
+from hpc_swe.tasks.graders._exam import Exam, Places, TestReport, sealed_modules
+from hpc_swe.tasks.graders._images import require_pytest
+from hpc_swe.tasks.graders._sealed import Sealed
+from hpc_swe.tasks.graders.base import HiddenTestGrader, Inspection, charges, ending
+from hpc_swe.tasks.hidden_tests import unsealed_of
+from hpc_swe.tasks.patch import BadPatch, apply
+from hpc_swe.tasks.second_run import run_reliably
+
+_SEALED = "\n(pytest saw no expected values, which stay outside the sandbox; test_bad fails on purpose)"
+
+
+@dataclass(frozen=True)
+class _Sitting:
+    """A sitting is one run of the tests on a patched program."""
+
+    task: Task
+    exam: Exam
+    base: Base
+    result: CommandResult
+    report: TestReport
+
+
+class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
+    """A patch resolves a task when all tests pass that count."""
+
+    unresolved_reward: float = 0.0
+    cheated_reward: float = -1.0
+    sealed: bool = True
+    """Whether expected values stay outside the sandbox."""
+    accept_unsealed: bool = False
+    """Whether runs take checked tasks of which no expected value can stay outside; else they are unsealed."""
+
+    def grade(self, task: Task, patch: str, sandboxes: Sandboxes) -> Score:
+        """Grade a patch; an empty one starts no sandbox."""
+        if task.base_commit:
+            raise ConfigError(f"[grader] pytest judges plain files; {task.task_id} is a repository")
+        if not patch.strip():
+            return Score(outcome="no_submission", reward=self.unresolved_reward)
+        return self.examine(task, patch, sandboxes)
+
+    def examine(self, task: Task, patch: str, sandboxes: Sandboxes) -> Score:
+        started = time.monotonic()
+        try:
+            patched = apply(task, patch)
+        except BadPatch as error:
+            return Score(outcome="unresolved", reward=self.unresolved_reward, detail=str(error))
+        sitting = self._sit(task, patched, self._opened(task), sandboxes)
+        doubtful = sitting.exam.opaque(sitting.report)
+        # Only what the task's own program computes opens an assertion, and nothing that the patch does.
+        if doubtful and (known := doubtful & sitting.base.exam.opaque(sitting.base.report(sandboxes))):
+            sitting = self._sit(task, patched, self._opened(task) | known, sandboxes)
+        return self._score(sitting, sandboxes, time.monotonic() - started)
+
+    def inspect(self, task: Task, reference: str | None, sandboxes: Sandboxes) -> Inspection:
+        """Collect the tests, and find the assertions that can be sealed."""
+        opened, remark = self._opened(task), ""
+        base = base_of(task, self._modules(task, opened))
+        found = base.collected(sandboxes)
+        if reference is None:
+            opened |= base.exam.opaque(base.report(sandboxes))
+        else:
+            sitting = self._sit(task, apply(task, reference), opened, sandboxes)
+            opened |= sitting.exam.opaque(sitting.report)
+            remark = _compared(task, {*found}, {*sitting.report.collected})
+        modules = self._modules(task, opened)
+        unsealed: dict[str, list[str]] = {}
+        for path, place in sorted(opened):
+            unsealed.setdefault(path, []).append(place)
+        return Inspection(
+            assertions=sum(one.assertions for one in modules.values()),
+            sealed=sum(one.sealed for one in modules.values()),
+            unsealed=unsealed,
+            remark=remark,
+        )
+
+    def proves(self, inspection: Inspection) -> bool:
+        """Tell whether some expected value stays outside the sandbox, or the configuration needs none."""
+        return bool(inspection.sealed) or self.accept_unsealed or not self.sealed
+
+    def _opened(self, task: Task) -> Places:
+        places = unsealed_of(task)
+        return frozenset((path, place) for path, here in places.items() for place in here)
+
+    def _modules(self, task: Task, opened: Places) -> Mapping[str, Sealed]:
+        return sealed_modules(task, opened, self.sealed)
+
+    def _sit(self, task: Task, patched: dict[str, str], opened: Places, sandboxes: Sandboxes) -> _Sitting:
+        modules = self._modules(task, opened)
+        exam = Exam(task, patched, modules)
+        result, report = run_reliably(
+            lambda: exam.run(sandboxes), lambda ended: ended[0].timed_out, task.tests.timeout_s
+        )
+        if not report.outcomes:  # the patch, or the image
+            require_pytest(task, sandboxes)
+        return _Sitting(
+            task=task,
+            exam=exam,
+            base=base_of(task, modules),
+            result=result,
+            report=report,
+        )
+
+    def _score(self, sitting: _Sitting, sandboxes: Sandboxes, seconds: float) -> Score:
+        task, exam, report = sitting.task, sitting.exam, sitting.report
+        names = {*task.tests.fail_to_pass, *task.tests.pass_to_pass}
+        wanted = names or exam.wanted(sitting.base.collected(sandboxes), report)
+        right = exam.passed(report)
+        if skipped := {name for name in wanted if report.outcomes.get(name) == "skipped"}:
+            before = sitting.base.report(sandboxes).outcomes
+            wanted -= {name for name in skipped if before.get(name) == "skipped"}
+        if not names:  # also what the task's own files do not have: parameters that the patch adds
+            ended = {name for name, outcome in report.outcomes.items() if outcome != "skipped"}
+            wanted |= {name for name in ended - right if name.partition("::")[0] in task.tests.files}
+        task = _naming(task, wanted)
+        passed = wanted & right
+        good, bad = (report.outcomes.get(f"{exam.canaries}::{name}") for name in ("test_good", "test_bad"))
+        found = ["a canary test ended wrongly"] if good == "failed" or bad == "passed" else []
+        if not found and charges(report.odd, {}, exam.touched):  # the task's own files may do the same
+            found = charges(report.odd, sitting.base.report(sandboxes).odd, exam.touched)[:3]
+        if found:
+            detail = f"the patch changes how tests end: {'; '.join(found)}"
+            return self.score(task, "cheated", (), detail, seconds)
+        is_resolved = bool(passed) and passed == wanted and good == "passed"
+        if is_resolved and (values := _always_equal(sitting, sandboxes)):
+            detail = f"values of {', '.join(values)} equal everything"
+            return self.score(task, "cheated", (), detail, seconds)
+        detail = ending(sitting.result) + _SEALED * bool(exam.answers.checks)
+        return self.score(task, "resolved" if is_resolved else "unresolved", passed, detail, seconds)
+
+
+def _naming(task: Task, wanted: set[str]) -> Task:
+    """Return a task that names all tests that count, where it does not name them itself."""
+    named = [name for name in task.tests.fail_to_pass if name in wanted]
+    kept = [name for name in task.tests.pass_to_pass if name in wanted]
+    more = sorted(wanted.difference(named, kept))
+    return replace(task, tests=replace(task.tests, fail_to_pass=[*named, *more], pass_to_pass=kept))
+
+
+def _always_equal(sitting: _Sitting, sandboxes: Sandboxes) -> list[str]:
+    """Return classes of the patch whose values equal everything, where that could have passed a test."""
+    found, touched = sitting.report.always_equal, sitting.exam.touched
+    if not charges(found, {}, touched):
+        return []
+    return charges(found, sitting.base.report(sandboxes).always_equal, touched)[:3]
+
+
+def _compared(task: Task, found: set[str], repaired: set[str]) -> str:
+    """Say how the tests that pytest collects differ from those that count."""
+    names = {*task.tests.fail_to_pass, *task.tests.pass_to_pass}
+    files = {name.partition("::")[0] for name in names} or task.tests.files.keys()
+    if unnamed := sorted(name for name in repaired - names if names and name.partition("::")[0] in files):
+        return (
+            f"{len(unnamed)} collected tests count for nothing, as the row does not name them: {unnamed[0]}"
+        )
+    if not names and found and found != repaired:
+        one = min(found ^ repaired)
+        return f"with the reference pytest collects {len(repaired)} tests, without it {len(found)}: {one}"
+    return ""

@@ -1,0 +1,168 @@
+"""Make rows of files of exercises, which ask for a program: a statement, tests, and perhaps a solution.
+
+The agent gets a `solution.py` in which nothing is written yet.
+"""
+
+import ast
+import builtins
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_swe.base.syntax import PythonText, parse
+from hpc_swe.tasks.sets import _cases
+from hpc_swe.tasks.visible_tests import TESTS
+
+SOLUTION = "solution.py"
+_WRITE = f"Write {SOLUTION}, with all imports that it needs."
+_WRITE_PROGRAM = f"Write the program {SOLUTION}. It reads standard input and prints to standard output."
+_UNWRITTEN_PROGRAM = "# This program reads standard input and prints to standard output.\n"
+_TYPING = "from typing import *\n\n\n"
+"""Published starter codes take these names for granted."""
+_FUTURE = "from __future__ import annotations\n\n\n"
+"""What annotations name may lack its import."""
+_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """An exercise is a program that somebody has to write."""
+
+    name: str
+    statement: str
+    solution: str = ""
+    """A right program, where one is known."""
+    starter: str = ""
+    """What the author gives to begin with."""
+
+    def of_module(self, column: str, tests: str) -> dict[str, Any]:
+        """Return a row whose tests are a module for pytest; many leave out their import from `solution`."""
+        source = read(column, tests)
+        names = _imported(source)
+        if not names:
+            used = {node.id for node in ast.walk(source.tree) if isinstance(node, ast.Name)}
+            names = sorted(used & _defined(self.solution))
+            tests = f"from solution import {', '.join(names)}\n\n{tests}"
+        if not names:
+            raise ValueError(f"column {column} uses nothing of the solution")
+        return self._row(_WRITE, unwritten(self.solution, names), tests)
+
+    def of_assertions(self, column: str, texts: Sequence[str], set_up: Iterable[str]) -> dict[str, Any]:
+        """Return a row of assertions; each becomes a test."""
+        sources = [read(f"{column}[{n}]", text) for n, text in enumerate(texts)]
+        called = _called(node for source in sources for node in ast.walk(source.tree))
+        known = _defined(self.solution) if self.solution else called.keys() - vars(builtins).keys()
+        names = [one for one in called if one in known]
+        if not names:
+            raise ValueError(f"column {column}: its assertions call no function of the solution")
+        lines = [f"from solution import *\nfrom solution import {', '.join(names)}", *filter(None, set_up)]
+        for n, source in enumerate(sources):  # on one line, since strings of several lines cannot be indented
+            lines.append(f"\ndef test_{n}(): " + "; ".join(map(source.segment, source.tree.body)))
+        tests = "\n".join(lines) + "\n"
+        read(column, tests)
+        return self._row(_WRITE, unwritten(self.solution, names), tests)
+
+    def of_programs(self, pairs: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
+        """Return a row of a program that gets and prints texts; a text may be a list of its lines."""
+        texts = [tuple("\n".join(one) if isinstance(one, list) else one for one in pair) for pair in pairs]
+        if not all(isinstance(one, str) for pair in texts for one in pair):
+            raise ValueError("the input or output of a case is neither a text nor a list of lines")
+        tests, visible = _cases.of_programs([(given, expected) for given, expected in texts])
+        return self._row(_WRITE_PROGRAM, _UNWRITTEN_PROGRAM, tests, visible)
+
+    def of_calls(self, called: str, calls: Sequence[tuple[Any, Sequence[Any]]]) -> dict[str, Any]:
+        """Return a row of a function, or a method of `Solution`: arguments, and all values that are right."""
+        if not called.isidentifier():
+            raise ValueError(f"the function's name {called!r} is not one of Python")
+        if not all(isinstance(given, list) for given, _ in calls):
+            raise ValueError("the input of a case is not a list of arguments")
+        is_method = "class Solution" in (self.starter or self.solution)
+        owner, method = ("Solution", called) if is_method else (called, "")
+        tests, visible = _cases.of_calls(owner, method, calls)
+        first = _with_body(self.starter) if self.starter.strip() else unwritten(self.solution, [owner], "")
+        return self._row(_WRITE, _TYPING + first, tests, visible, self.solution and _TYPING + self.solution)
+
+    def _row(
+        self, request: str, first: str, tests: str, visible: str = "", solution: str = ""
+    ) -> dict[str, Any]:
+        """Return the columns of a row; without `visible` the reader chooses what the agent sees."""
+        solution = solution or self.solution
+        columns = {"files": {SOLUTION: first, TESTS: visible or tests}}
+        columns |= {"tests": {TESTS: tests}} if visible else {}
+        columns |= {"fixed": {SOLUTION: solution}} if solution else {}
+        return {
+            "task_id": re.sub(r"[^\w.-]+", "-", self.name),
+            "problem_statement": f"{self.statement.strip()}\n\n{request}",
+        } | {name: _files(texts) for name, texts in columns.items()}
+
+
+def read(column: str, text: str) -> PythonText:
+    """Parse a column; raise ValueError if it is not Python."""
+    try:
+        return PythonText(text)
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"column {column} is not Python: {error}") from None
+
+
+def first_python(texts: Iterable[str], name: str = "") -> str:
+    """Return the first text that is Python 3 and holds the name, or ""; older ones are often Python 2."""
+    for text in texts:
+        try:
+            parse(text)
+        except (SyntaxError, ValueError):
+            continue
+        if name in text:
+            return text
+    return ""
+
+
+def unwritten(code: str, names: Collection[str], above: str = _FUTURE) -> str:
+    """Return the heads of functions and classes, with nothing written in them; `*` stands for all."""
+    found = {node.name: node for node in parse(code).body if isinstance(node, _Definition)}
+    wanted = found if "*" in names else {name: found.get(name) for name in names}
+    parts = [
+        ast.unparse(_emptied(node)) if node else f"def {name}(*arguments):\n    raise NotImplementedError"
+        for name, node in wanted.items()
+    ]
+    return above + "\n\n\n".join(parts) + "\n"
+
+
+def _emptied(node: ast.stmt) -> ast.stmt:
+    if isinstance(node, ast.ClassDef):
+        methods = [_emptied(one) for one in node.body if isinstance(one, ast.FunctionDef)]
+        node.body = methods or [ast.Pass()]
+    elif isinstance(node, _Definition):
+        node.body = parse("raise NotImplementedError").body
+    return node
+
+
+def _with_body(starter: str) -> str:
+    """Return a starter code that can be imported: published ones often end in a head without a body."""
+    text = f"{starter.rstrip()} raise NotImplementedError\n"
+    return text if first_python([text]) else f"{starter.rstrip()}\n"
+
+
+def _files(texts: Mapping[str, str]) -> list[dict[str, str]]:
+    return [{"path": path, "content": text} for path, text in texts.items()]
+
+
+def _defined(code: str) -> set[str]:
+    return {node.name for node in parse(code).body if isinstance(node, _Definition)}
+
+
+def _called(nodes: Iterable[ast.AST]) -> dict[str, None]:
+    """Return the names that are called, in their order."""
+    calls = (node.func for node in nodes if isinstance(node, ast.Call))
+    return dict.fromkeys(function.id for function in calls if isinstance(function, ast.Name))
+
+
+def _imported(source: PythonText) -> list[str]:
+    """Return the names that tests import from the solution, or `*` for the module."""
+    found: list[str] = []
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "solution":
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.Import) and any(alias.name == "solution" for alias in node.names):
+            found.append("*")
+    return found

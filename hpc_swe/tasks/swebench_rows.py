@@ -1,0 +1,361 @@
+"""Read rows of SWE-bench from files, and write the eval script for rows without one."""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+import msgspec
+
+from hpc_swe.base.errors import ConfigError
+from hpc_swe.base.records import TestPlan
+from hpc_swe.tasks.patch_text import normalised
+from hpc_swe.tasks.swebench_package import official
+
+START, END = ">>>>> Start Test Output", ">>>>> End Test Output"
+"""Marks that an eval script prints before and after the tests."""
+Record = str | dict[str, Any]
+"""A line of JSON, or a mapping of column to value."""
+SET_UP = ["conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"]
+SET_UP += ["setup.py", "pyproject.toml", "sitecustomize.py", "usercustomize.py", ".gitattributes"]
+SET_UP += ["*.pth", "*.pyc", "*.so", "*.egg-link"]
+# Python finds an installed package's metadata in whatever case the name of its folder is written.
+SET_UP += ["*.[dD][iI][sS][tT]-[iI][nN][fF][oO]/*", "*.[eE][gG][gG]-[iI][nN][fF][oO]/*"]
+SET_UP += ["tests/*", "test/*", "testing/*", "e2e/*"]
+"""Files that set up tests or their runner. No reference of SWE-bench changes folders of these names."""
+TESTS = (
+    *("test/*", "tests/*", "testing/*", "*/test/*", "*/tests/*", "*/testing/*"),
+    *("test.py", "tests.py", "test_*.py", "*_test.py", "*_tests.py", "conftest.py"),
+    *("*/test.py", "*/tests.py", "*/test_*.py", "*/*_test.py", "*/*_tests.py", "*/conftest.py"),
+)
+"""Patterns of the files that are tests; a star also matches slashes."""
+_COLLECTED = re.compile(r"(.*/)?(test_[^/]*|[^/]*_test)\.py")
+_NO_TESTS = {".json", ".png", ".csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml"}
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """A row has the columns of both formats that are used here; it ignores others."""
+
+    repo: str
+    instance_id: str
+    base_commit: str
+    patch: str
+    test_patch: str
+    problem_statement: str
+    version: str
+    FAIL_TO_PASS: str | list[str]
+    PASS_TO_PASS: str | list[str]
+    image: str = ""
+    eval_script: str = ""
+    log_parser: str = ""
+    eval_type: str = "pass_and_fail"
+    test_paths: list[str] = []
+    """Patterns of the paths that are tests, where a star also matches slashes; empty is `TESTS`."""
+
+    def __post_init__(self) -> None:
+        fail_to_pass, _ = self.fail_to_pass, self.pass_to_pass  # either raises ValueError if it is not a list
+        why = ""
+        if not fail_to_pass:
+            why = "FAIL_TO_PASS is empty: swebench calls every patch resolved"
+        elif self.eval_script and not self.log_parser:
+            why = "eval_script without log_parser"
+        elif self.eval_type != "pass_and_fail":
+            why = f"eval_type {self.eval_type!r} counts tests that never ran as passed: it gives no reward"
+        if why:
+            raise ValueError(f"{self.instance_id}: {why}")
+
+    @property
+    def fail_to_pass(self) -> list[str]:
+        """Return the tests that a solution must make pass, named as swebench's parser names them."""
+        return _names("FAIL_TO_PASS", self.FAIL_TO_PASS)
+
+    @property
+    def pass_to_pass(self) -> list[str]:
+        """Return the tests that passed before and must still pass, named in the same way."""
+        return _names("PASS_TO_PASS", self.PASS_TO_PASS)
+
+    @property
+    def image_name(self) -> str:
+        """Name of the official image, for example ``sweb.eval.x86_64.django_1776_django-17087``."""
+        official = f"sweb.eval.x86_64.{self.instance_id}".replace("__", "_1776_").lower()
+        return self.image.rpartition("/")[2].partition(":")[0] or official
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A recipe says how the tests of a repository are run."""
+
+    command: str
+    """Shell line; the names of the test files follow."""
+    log_parser: str
+    """Name of swebench's parser, for example parse_log_pytest."""
+    labels: Literal["files", "modules", "none"] = "files"
+    """Form of the tests' names: paths of files, or dotted modules; none if the command itself has them."""
+    root: str = "tests/"
+    """First part of a path that labels of the form `modules` leave out."""
+    set_up: list[str] = []
+    """Shell lines before the tests."""
+
+
+DJANGO = Recipe(
+    command="./tests/runtests.py --verbosity 2 --settings=test_sqlite --parallel 1",
+    log_parser="parse_log_django",
+    labels="modules",
+    set_up=["export LC_ALL=C.UTF-8 PYTHONIOENCODING=utf8"],
+)
+SYMPY = Recipe(
+    command="PYTHONWARNINGS=ignore::UserWarning,ignore::SyntaxWarning bin/test -C --verbose",
+    log_parser="parse_log_sympy",
+)
+_BY_PYTEST = {
+    "astropy/astropy": "astropy",
+    "matplotlib/matplotlib": "matplotlib",
+    "mwaskom/seaborn": "seaborn",
+    "pallets/flask": "flask",
+    "psf/requests": "requests",
+    "pydata/xarray": "xarray",
+    "pylint-dev/pylint": "pylint",
+    "pytest-dev/pytest": "pytest",
+    "scikit-learn/scikit-learn": "scikit",
+    "sphinx-doc/sphinx": "sphinx",
+}
+RECIPES = {"django/django": DJANGO, "sympy/sympy": SYMPY} | {
+    repo: Recipe(command="python -m pytest -rA", log_parser=f"parse_log_{parser}")
+    for repo, parser in _BY_PYTEST.items()
+}
+"""Recipes of the repositories of SWE-bench Verified."""
+
+
+_DIGESTS = re.compile(r"^index [0-9a-f]{4,64}\.\.[0-9a-f]{4,64}(?: \d{6})?\r?\n", re.MULTILINE)
+
+
+def without_digests(patch: str) -> str:
+    """Remove the digests of files from a patch, or from a script that holds one.
+
+    The digest of a hidden test's file would tell a submission whether that file was changed since. Binary
+    files keep theirs, since git needs them.
+    """
+    parts = re.split(r"^(?=diff --git )", patch, flags=re.MULTILINE)
+    return "".join(
+        part if re.search(r"^GIT binary patch$", part, re.MULTILINE) else _DIGESTS.sub("", part)
+        for part in parts
+    )
+
+
+@dataclass(frozen=True)
+class TestPatch:
+    """A row's test patch changes and adds files; the reference changes others, perhaps a runner's set-up."""
+
+    __test__ = False  # tells pytest that this is not a test class
+
+    changed: list[str]
+    added: list[str]
+    set_up: list[str]
+    """Files of the solution; an agent's patch may change them too, whatever they set up."""
+
+    @classmethod
+    def read(cls, where: str, row: Row) -> "TestPatch":
+        """Read both patches of a row at `where`, a file and line; raise ConfigError if one is no patch."""
+        tests = _files(where, "test_patch", row.test_patch)
+        reference = _files(where, "patch", row.patch)
+        return cls(
+            changed=[path for path, is_new in tests if not is_new],
+            added=[path for path, is_new in tests if is_new],
+            # A module of tests that somebody added to a solution is no part of it, and could stop a suite.
+            set_up=[path for path, is_new in reference if not (is_new and _COLLECTED.fullmatch(path))],
+        )
+
+    @property
+    def files(self) -> list[str]:
+        """Return all files that are changed or added."""
+        return [*self.changed, *self.added]
+
+    def extra(self, row: Row) -> dict[str, str]:
+        """Return the entries of `TestPlan.extra` that the grader needs, but for `log_parser`."""
+        return {
+            "repo": row.repo,
+            "version": row.version,
+            "eval_type": row.eval_type,
+            "test_patch": row.test_patch,
+            "test_files": json.dumps(self.files),
+            "set_up": "\n".join(self.set_up),
+            **({"test_paths": "\n".join(row.test_paths)} if row.test_paths else {}),
+        }
+
+
+def read_records(path: Path) -> Iterator[tuple[str, Record]]:
+    """Yield each row's place (file and number) and its record; raise ConfigError for an unreadable file."""
+    if path.suffix == ".jsonl":
+        for number, line in enumerate(_text(path).split("\n"), start=1):
+            if line.strip():
+                yield f"{path}:{number}", line
+    elif path.suffix == ".json":
+        try:
+            rows = msgspec.json.decode(_text(path), type=list[dict[str, Any]])
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"[taskset] rows: {path} is not one array of rows: {error}") from None
+        yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
+    elif path.suffix == ".parquet":
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            rows = pq.read_table(path).to_pylist()
+        except (OSError, pa.ArrowException) as error:
+            why = f"{type(error).__name__}: {error}; python -m hpc_swe.tasks.prepare makes such a file"
+            raise ConfigError(f"[taskset] rows: {path}: {why}") from None
+        yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
+    else:
+        raise ConfigError(
+            f"[taskset] rows: {path} is no .jsonl, .json or .parquet; python -m hpc_swe.tasks.prepare "
+            "makes one of a dataset of a hub, or of a folder that datasets saved"
+        )
+
+
+def parse(where: str, record: Record) -> Row:
+    """Convert a record to a row; `where` names its file and line.
+
+    Raise ConfigError if it is not a row, or if swebench would judge it wrongly.
+    """
+    try:
+        row = msgspec.convert(columns(record), Row)
+        patches = {"patch": normalised(row.patch), "test_patch": normalised(row.test_patch)}
+        return msgspec.structs.replace(row, **patches)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def columns(record: Record) -> dict[str, Any]:
+    """Return a record's values by column, without nulls; raise msgspec.MsgspecError if it is no object."""
+    if isinstance(record, str):
+        return msgspec.json.decode(record, type=dict[str, Any])
+    return {name: value for name, value in record.items() if value is not None}
+
+
+def test_plan(
+    where: str, row: Row, recipes: Mapping[str, Recipe], workdir: str, timeout_s: float
+) -> TestPlan:
+    """Return how the tests of a row are run and judged; `where` names its file and line.
+
+    Raise now what the grader would raise for each episode, after its tests have run: ConfigError if a column
+    is not a patch, if nothing says how to run the tests, or if the row has an unknown parser, or an eval
+    script that the grader cannot use.
+    """
+    patch = TestPatch.read(where, row)
+    recipe = recipes.get(row.repo)
+    texts = {"test_patch": row.test_patch, "eval_script": row.eval_script}
+    row = msgspec.structs.replace(row, **{name: without_digests(text) for name, text in texts.items()})
+    if not row.eval_script and recipe is None:
+        raise ConfigError(
+            f"{where}: {row.instance_id} has no eval_script, and [taskset.recipes] none for {row.repo!r}"
+        )
+    command, parser = row.eval_script, row.log_parser
+    if recipe is not None and not command:
+        command, parser = script(row, patch, recipe, workdir), recipe.log_parser
+    if parser not in official("harness.log_parsers").PARSER_REGISTRY:
+        raise ConfigError(
+            f"{where}: {row.instance_id}: swebench.harness.log_parsers has no log_parser {parser!r}; "
+            "correct the row, or the recipe in [taskset.recipes]"
+        )
+    try:
+        find_marks(row.instance_id, command.split("\n"))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return TestPlan(
+        command=command,
+        fail_to_pass=row.fail_to_pass,
+        pass_to_pass=row.pass_to_pass,
+        timeout_s=timeout_s,
+        extra=patch.extra(row) | {"log_parser": parser},
+    )
+
+
+def read_ids(path: Path) -> dict[str, str]:
+    """Read a file of instance ids: id -> file and line."""
+    found = {}
+    for number, line in enumerate(_text(path).splitlines(), start=1):
+        if line.strip() and not line.startswith("#"):
+            found[line.strip()] = f"{path}:{number}"
+    return found
+
+
+def added(patch: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield each file that a patch changes or adds, and the lines that it adds there."""
+    from unidiff import PatchSet
+
+    for file in PatchSet(patch):
+        if not file.is_removed_file:
+            yield file.path, [line.value for hunk in file for line in hunk if line.is_added]
+
+
+def script(row: Row, patch: TestPatch, recipe: Recipe, workdir: str) -> str:
+    """Write an eval script of the same form as the official ones."""
+    end = "EOF_" + row.base_commit[:12]
+    while end in row.test_patch:
+        end += "_"
+    restore = [f"git checkout {row.base_commit} -- {shlex.join(patch.changed)}"] if patch.changed else []
+    remove = [f"rm -f {shlex.join(patch.added)}"] if patch.added else []
+    files = [] if recipe.labels == "none" else patch.files
+    labels = [path for path in files if PurePosixPath(path).suffix not in _NO_TESTS]
+    if recipe.labels == "modules":
+        parts = [path.removeprefix(recipe.root).removesuffix(".py").replace("/", ".") for path in labels]
+        labels = list(dict.fromkeys(parts))
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            "set -uxo pipefail",
+            "source /opt/miniconda3/bin/activate",
+            "conda activate testbed",
+            f"cd {workdir}",
+            *recipe.set_up,
+            *restore,
+            *remove,
+            f"git apply --verbose - <<'{end}'\n{row.test_patch.rstrip(chr(10))}\n{end}",
+            f": '{START}'",
+            f"{recipe.command} {shlex.join(labels)}".rstrip(),
+            f": '{END}'",
+            *restore,
+            "",
+        ]
+    )
+
+
+def find_marks(task_id: str, script: list[str]) -> tuple[int, int]:
+    """Return the positions of the two lines of an eval script that print the marks around the tests' output.
+
+    Raise ConfigError if a mark is missing or occurs twice, or if they are in the wrong order.
+    """
+    starts, ends = ([number for number, line in enumerate(script) if mark in line] for mark in (START, END))
+    if len(starts) != 1 or len(ends) != 1 or starts[0] > ends[0]:
+        raise ConfigError(f"task {task_id}: its eval script must hold {START!r} and {END!r}, each once")
+    return starts[0], ends[0]
+
+
+def _names(name: str, column: str | list[str]) -> list[str]:
+    try:
+        return msgspec.json.decode(column, type=list[str]) if isinstance(column, str) else column
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{name} is not a list of names in JSON: {error}") from None
+
+
+def _files(where: str, name: str, text: str) -> list[tuple[str, bool]]:
+    """Return the path of each file of a patch, and whether the file is new."""
+    from unidiff import PatchSet
+    from unidiff.errors import UnidiffParseError
+
+    try:
+        files = [(file.path, file.is_added_file) for file in PatchSet(text)]
+    except UnidiffParseError as error:
+        raise ConfigError(f"{where}: {name} is not a patch: {error}") from None
+    if not files:
+        raise ConfigError(f"{where}: {name} is empty")
+    return files
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"[taskset] {path}: {error}") from None

@@ -1,0 +1,1 @@
+"""Hold the commands that only look: status, pages, evaluations and benchmarks."""

@@ -1,0 +1,258 @@
+"""Compare whole loops: python -m hpc_swe.benchmarks.loop RUN RUN ..
+
+It reads the metrics of runs that have trained, for example one with `groups.max_staleness` 0, an
+asynchronous one and a hybrid one of the same tasks and model, and prints them side by side over equally many
+samples. A sample is an episode that a batch has consumed, trained or not. The first step after each start of
+a learner is left out, because it waits for engines. So are steps that are trained again, as many more as
+`groups.max_staleness` says, whose batches were sampled meanwhile, and as many last ones, because nothing is
+sampled any more while they are trained. `benchmarks.watch`, beside the runs, sees how long GPUs were idle.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+
+from rich.table import Table
+
+from hpc_swe.base import cli, tables
+from hpc_swe.base.errors import ConfigError
+from hpc_swe.base.metrics import decode
+from hpc_swe.base.records import MetricLine
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.config.settings import RunConfig
+from hpc_swe.launch import existing
+from hpc_swe.view.benchmarks import watch
+from hpc_swe.view.benchmarks.watch import EngineLook, GpuLook, Look
+
+WAIT, KINDS, PARTS = "step_seconds/wait", ("finished", "trained", "dropped"), 4
+TRAINS = ("reference", "forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class Step:
+    """Hold one step of a run, with the metrics of coordinator and learner."""
+
+    seconds: float
+    """From the end of the step before to the end of this one."""
+    values: Mapping[str, float]
+    end: float = 0.0
+    """When the step ended, in seconds since 1970."""
+
+    @property
+    def samples(self) -> float:
+        """Return how many episodes the step's batch consumed."""
+        return sum(self.values.get(f"length/finished_d{decile}", 0.0) for decile in range(10))
+
+    def weighted(self, name: str) -> float:
+        """Return a mean over the step's samples, times their number."""
+        return self.values.get(name, 0.0) * self.samples
+
+
+def steps_of(logs: Sequence[Sequence[MetricLine]], ahead: int = 0) -> list[Step]:
+    """Return the steps whose batches were sampled while a learner trained, from a run's logs in any order.
+
+    A learner's log is that of one start. Steps that were trained before are left out, then the first one,
+    which waits for engines, `ahead` more, and the last `ahead`.
+    """
+    of_batches: dict[int, dict[str, float]] = {}
+    for line in sorted((line for log in logs for line in log), key=lambda line: line.time):
+        of_batches.setdefault(line.step, {}).update({} if WAIT in line.values else line.values)
+    steps: list[Step] = []
+    trained = -1
+    for log in sorted(filter(None, logs), key=lambda log: log[0].time):
+        new = [line for line in log if WAIT in line.values and line.step > trained]
+        ends = list(pairwise(new))
+        steps += [
+            Step(line.time - before.time, of_batches[line.step] | line.values, line.time)
+            for before, line in ends[ahead : len(ends) - ahead]
+        ]
+        trained = max([trained, *(line.step for line in new)])
+    return steps
+
+
+def first_samples(steps: Sequence[Step], samples: float) -> list[Step]:
+    """Return the steps until so many samples have been consumed, at least."""
+    found: list[Step] = []
+    for step in steps:
+        if found and sum(each.samples for each in found) >= samples:
+            break
+        found.append(step)
+    return found
+
+
+def solve_rates(steps: Sequence[Step]) -> list[float]:
+    """Return the solve rate of each of PARTS equal parts of the samples, in their order."""
+    total, seen = sum(step.samples for step in steps), 0.0
+    parts: list[list[Step]] = [[] for _ in range(PARTS)]
+    for step in steps:  # a step belongs to the part in which its middle lies
+        parts[min(PARTS - 1, int(PARTS * (seen + step.samples / 2) / max(total, 1.0)))].append(step)
+        seen += step.samples
+    return [_mean(part, "solve/train") for part in parts]
+
+
+def _mean(steps: Sequence[Step], name: str) -> float:
+    """Return a metric's mean over the samples of steps; nan without samples."""
+    samples = sum(step.samples for step in steps)
+    return sum(step.weighted(name) for step in steps) / samples if samples else float("nan")
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A run that has trained."""
+
+    config: RunConfig
+    steps: Sequence[Step]
+    held_out: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Held-out solve rates in their order, by decoding."""
+    folder: str = ""
+
+    @property
+    def samples(self) -> float:
+        return sum(step.samples for step in self.steps)
+
+    @property
+    def seconds(self) -> float:
+        return max(sum(step.seconds for step in self.steps), 1e-9)
+
+    @property
+    def rate(self) -> float:
+        """Return samples per second."""
+        return self.samples / self.seconds
+
+    def share(self, *parts: str) -> float:
+        """Return the percentage of the time that the learner spent on parts of its steps."""
+        spent = sum(step.values.get(f"step_seconds/{part}", 0.0) for step in self.steps for part in parts)
+        return 100 * spent / self.seconds
+
+    def of_deciles(self, kind: str) -> list[float]:
+        """Return the counts of one kind of episodes by decile of length."""
+        return [
+            sum(s.values.get(f"length/{kind}_d{decile}", 0.0) for s in self.steps) for decile in range(10)
+        ]
+
+
+def figures(loop: Loop) -> dict[str, str]:
+    """Return what the metrics of a run say: name -> cell."""
+    engines = max(1, loop.config.counts.get("inference", 1))
+    ages = [step.values.get("staleness/mean", 0.0) for step in loop.steps]
+    oldest = max(step.values.get("staleness/max", 0.0) for step in loop.steps)
+    sampled = sum(step.weighted("episodes/tokens") for step in loop.steps)
+    cells = {
+        "steps": str(len(loop.steps)),
+        "samples": f"{loop.samples:,.0f}",
+        "samples/s": f"{loop.rate:.3g}",
+        "sampled tokens/s": f"{sampled / loop.seconds:,.0f}",
+        "learner waits %": f"{loop.share('wait'):.1f}",
+        "learner trains %": f"{loop.share(*TRAINS):.1f}",
+        "learner publishes %": f"{loop.share('publish', 'checkpoint'):.1f}",
+        "in engines": f"{sum(s.weighted('seconds/engine') for s in loop.steps) / loop.seconds / engines:.1f}",
+        "stale mean": f"{fmean(ages):.2f}",
+        "stale max": f"{oldest:.0f}",
+    }
+    rates = enumerate(solve_rates(loop.steps), start=1)
+    cells |= {f"solve q{part}": "-" if math.isnan(rate) else f"{rate:.3f}" for part, rate in rates}
+    for name, found in loop.held_out.items():
+        cells[f"held-out {name}"] = f"{found[0]:.3f} to {found[-1]:.3f}"
+    return cells
+
+
+def idleness(loop: Loop, looks: Sequence[Look]) -> dict[str, str]:
+    """Return how long engines and GPUs were idle in the run's steps, from what `watch` saw: name -> cell."""
+    seen = [look for look in looks if any(0 <= step.end - look.time <= step.seconds for step in loop.steps)]
+    mine = [look.requests for look in seen if isinstance(look, EngineLook) and look.run == loop.folder]
+    cells = {"engines without a request %": f"{100 * mine.count(0) / len(mine):.1f}"} if mine else {}
+    of_gpus = [look for look in seen if isinstance(look, GpuLook)]
+    for gpu in sorted({look.gpu for look in of_gpus}):
+        of_gpu = [look for look in of_gpus if look.gpu == gpu]
+        cells[f"GPU {gpu} without a kernel %"] = f"{100 - 100 * fmean(look.busy for look in of_gpu):.1f}"
+        gib = [look.gib for look in of_gpu]
+        cells[f"GPU {gpu} GiB"] = f"{min(gib):.1f} to {max(gib):.1f}"
+    return cells
+
+
+def bias(loop: Loop) -> str:
+    """Say how far the trained share of a decile of length is from that of all episodes, and from chance."""
+    finished, trained = loop.of_deciles("finished"), loop.of_deciles("trained")
+    share = sum(trained) / max(1.0, sum(finished))
+    distances = {decile: trained[decile] / count - share for decile, count in enumerate(finished) if count}
+    decile = max(distances, key=lambda d: abs(distances[d]))
+    chance = 2 * math.sqrt(share * (1 - share) / finished[decile])
+    return (
+        f"{100 * share:.1f} % of all episodes are trained; the decile farthest from it is d{decile}, by "
+        f"{100 * distances[decile]:+.1f} points; two standard errors are {100 * chance:.1f}"
+    )
+
+
+def mode(config: RunConfig) -> str:
+    """Name the way in which a run trains and samples."""
+    if config.hybrid:
+        return "hybrid"
+    staleness = config.groups.max_staleness
+    return f"asynchronous, staleness {staleness}" if staleness else "synchronous"
+
+
+def read(folder: Path) -> Loop:
+    """Return a run's configuration and steps; raise ConfigError for a run that has trained too little."""
+    run = RunDir(folder)
+    config = existing.load(run)
+    logs = [decode(path.read_bytes())[0] for path in sorted(run.metrics.glob("*.jsonl"))]
+    steps = steps_of(logs, config.groups.max_staleness)
+    if not sum(step.samples for step in steps):
+        raise ConfigError(f"{folder}: the learner has ended too few steps with episodes; nothing to compare")
+    held_out: dict[str, dict[int, float]] = {}
+    for line in (line for log in logs for line in log):
+        for name, value in line.values.items():
+            if name.startswith("solve/eval/"):
+                held_out.setdefault(name.removeprefix("solve/eval/"), {})[line.step] = value
+    rates = {name: [of[step] for step in sorted(of)] for name, of in held_out.items()}
+    return Loop(config, steps, rates, str(folder.resolve()))
+
+
+def compare(loops: Mapping[str, Loop], looks: Sequence[Look] = ()) -> list[Table]:
+    """Return the table of rates, and the counts of episodes by decile of their length, shortest first."""
+    least = min(loop.samples for loop in loops.values())
+    loops = {name: replace(loop, steps=first_samples(loop.steps, least)) for name, loop in loops.items()}
+    columns = {name: figures(loop) | idleness(loop, looks) for name, loop in loops.items()}
+    best = max((loop.rate for loop in loops.values() if not loop.config.groups.max_staleness), default=0.0)
+    for name, loop in loops.items() if best else ():
+        columns[name]["times the best synchronous"] = f"{loop.rate / best:.2f}"
+    rates = tables.table(("",), tuple(loops))
+    rates.add_row("mode", *(mode(loop.config) for loop in loops.values()))
+    for row in dict.fromkeys(row for cells in columns.values() for row in cells):
+        rates.add_row(row, *(cells.get(row, "-") for cells in columns.values()))
+    counts = tables.table(("run", "episodes"), tuple(f"d{decile}" for decile in range(10)))
+    for name, loop in loops.items():
+        for kind in KINDS:
+            counts.add_row(name, kind, *(f"{total:,.0f}" for total in loop.of_deciles(kind)))
+    return [rates, counts]
+
+
+@cli.command
+def main() -> None:
+    """Print the tables."""
+    example = "runs/demo-0/async runs/demo-0/sync --watched watched.jsonl"
+    parser = cli.parser("hpc_swe.benchmarks.loop", "Compare runs over equally many samples.", example)
+    parser.add_argument("runs", nargs="+", type=cli.folder, metavar="RUN", help="folder of a run")
+    parser.add_argument(
+        "--watched", type=cli.path, help="file of benchmarks.watch, which shows idle engines and GPUs"
+    )
+    arguments = cli.parse(parser)
+    names = {folder: folder.name for folder in arguments.runs}
+    if len(set(names.values())) < len(names):
+        names = {folder: str(folder) for folder in names}
+    loops = {name: read(folder) for folder, name in names.items()}
+    looks = watch.read(arguments.watched) if arguments.watched else []
+    rates, counts = compare(loops, looks)
+    tables.show(tables.console, rates)
+    tables.say("in engines: mean number of episodes that wait for a completion at a time, for each engine")
+    tables.say("solve q1..q4: share of resolved episodes in each quarter of the samples")
+    tables.show(tables.console, counts)
+    for name, loop in loops.items():
+        tables.say(f"{name}: {bias(loop)}")
+
+
+if __name__ == "__main__":
+    main()

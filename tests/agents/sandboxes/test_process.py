@@ -1,0 +1,166 @@
+"""The sandbox that isolates nothing still keeps the seam's promises."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from hpc_swe.agents.sandboxes import _interpreter, process
+from hpc_swe.agents.sandboxes._program import WARM_UP, thread_variables
+from hpc_swe.agents.sandboxes.process import Process
+from hpc_swe.cluster.processes import with_variable
+from tests.kit.checkout import ROOT, environment
+from tests.kit.waiting import until
+
+
+def test_it_says_once_and_loudly_that_it_isolates_nothing(task, caplog):
+    process._warn.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            with Process().open(task):
+                pass
+    assert [r.message.partition(":")[0] for r in caplog.records] == ["unisolated"]
+
+
+def test_commands_programs_and_files(task, tmp_path: Path):
+    with Process(scratch=str(tmp_path)).open(task) as sandbox:
+        assert sandbox.run("cat mod.py; echo err >&2; exit 3", 10).output == "x = 1\nerr\n"
+        assert sandbox.run("exit 3", 10).exit_code == 3
+        assert sandbox.run("kill -9 $$", 10).exit_code == 137
+        assert (
+            sandbox.python("import sys; print(sys.flags.isolated, __name__); sys.exit(4)", 10).exit_code == 4
+        )
+        sandbox.write("a/b", b"1")
+        assert sandbox.run("cat a/b; chmod 000 a", 10).output == "1"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_time_ends_a_command_and_what_it_left_running(task):
+    with Process().open(task) as sandbox:
+        began = time.monotonic()
+        result = sandbox.run("trap '' TERM; sleep 600 & sleep 600", 0.3)
+        assert (result.timed_out, result.exit_code) == (True, 137)
+        sandbox.run("setsid sh -c 'trap \"\" TERM HUP; sleep 1; touch late' & echo", 10)
+        assert time.monotonic() - began < 300
+        time.sleep(1.2)
+        assert "late" not in sandbox.paths()
+
+
+def test_a_file_that_cannot_be_laid_out_is_the_host_s_error(task):
+    import msgspec
+
+    from hpc_swe.base.errors import SandboxError
+
+    bad = msgspec.structs.replace(task, files={"../out": "x"})
+    with pytest.raises(SandboxError, match="lay out the files of t"), Process().open(bad):
+        pass
+
+
+def test_a_program_runs_in_a_fork_that_has_loaded_pytest(task):
+    shows = "import os, sys; print(*({'pytest', 'ctypes'} & {*sys.modules}), os.getcwd(), *os.environ)"
+    with Process().open(task) as sandbox:
+        loaded, where, *names = sandbox.python(shows, 10).output.split()
+        assert (loaded, where) == ("pytest", sandbox.run("pwd", 10).output.strip())
+        own = {"PATH", "HOME", "LANG", "PYTHONDONTWRITEBYTECODE", process.MARK}
+        assert set(names) == own | thread_variables(1).keys()
+        shown = sandbox.python("print(open('/proc/self/environ').read())", 10).output
+        assert f"{process.MARK}={where}\0" in shown
+        assert sandbox.python("import sys; sys.modules['mine'] = 1", 10).exit_code == 0
+        assert "False" in sandbox.python("import sys; print('mine' in sys.modules)", 10).output
+
+
+def test_a_program_s_forks_and_open_files_end_with_it(task):
+    leaves = "import os, time\nif not os.fork():\n    os.setsid()\n    time.sleep(1)\n    open('late', 'w')\n"
+    opens = "import os; print(sorted(os.listdir('/proc/self/fd')))"
+    with Process().open(task) as sandbox:
+        assert sandbox.python(leaves, 10).exit_code == 0
+        assert sandbox.python(opens, 10).output.strip() == "['0', '1', '2', '3']", "3 is the listing's own"
+        time.sleep(1.2)
+        assert "late" not in sandbox.paths()
+
+
+def test_killing_its_reaper_ends_a_program_alone(task):
+    kills = "import os, time; os.kill(os.getppid(), 9); time.sleep(600)"
+    with Process().open(task) as sandbox:
+        result = sandbox.python(kills, 60)
+        assert (result.exit_code, result.timed_out) == (137, False)
+        assert sandbox.python("print(1)", 60).output == "1\n"
+
+
+@pytest.mark.slow
+def test_a_reaper_that_its_command_has_stopped_is_killed(task):
+    with Process().open(task) as sandbox:
+        result = sandbox.run("kill -STOP $PPID; echo $PPID; sleep 600", 1.0)
+        assert result.timed_out
+        until(lambda: not Path(f"/proc/{result.output.strip()}").exists(), "the reaper's end")
+
+
+def test_a_command_is_started_again_when_the_interpreter_dies(task, tmp_path: Path):
+    with Process(scratch=str(tmp_path)).open(task) as sandbox, ThreadPoolExecutor() as pool:
+        long = pool.submit(sandbox.run, "while [ ! -e done ]; do sleep 0.1; done", 600)
+        until(lambda: _below(tmp_path), "a command whose reaper goes on")
+        interpreter = _interpreter._interpreters[os.getpid()]._process
+        interpreter.send_signal(signal.SIGSTOP)
+        waiting = pool.submit(sandbox.run, "touch done; echo 1", 600)
+        time.sleep(0.5)  # so that its request lies in the interpreter's queue
+        interpreter.kill()
+        assert waiting.result(60).output == "1\n"
+        assert long.result(60).exit_code == 0
+
+
+def test_a_thread_leaves_the_interpreter_that_replaced_another_alone():
+    first = _interpreter._running()
+    assert _interpreter._close(first)
+    second = _interpreter._running()
+    assert not _interpreter._close(first)
+    assert _interpreter._running() is second
+
+
+def test_a_plugin_that_cannot_be_loaded_spares_those_after_it(tmp_path: Path):
+    for name, text in (("broken", "raise OSError('no such library')"), ("useful", "")):
+        (tmp_path / f"{name}_1.py").write_text(text)
+        (tmp_path / f"{name}-1.dist-info").mkdir()
+        (tmp_path / f"{name}-1.dist-info/entry_points.txt").write_text(f"[pytest11]\n{name} = {name}_1\n")
+        (tmp_path / f"{name}-1.dist-info/METADATA").write_text(f"Name: {name}\nVersion: 1\n")
+    program = f"{WARM_UP}\nimport sys\nprint({{'broken_1', 'useful_1', 'hypothesis'}} & {{*sys.modules}})"
+    line, environ = [sys.executable, "-c", program], environment() | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(line, env=environ, capture_output=True, text=True, check=True)
+    assert "no such library" in done.stdout
+    assert all(name in done.stdout.splitlines()[-1] for name in ("useful_1", "hypothesis"))
+
+
+def test_an_interpreter_that_has_ended_is_replaced(task):
+    with Process().open(task) as sandbox:
+        sandbox.python("", 60)
+        for _ in range(2):
+            before = _interpreter._interpreters[os.getpid()]
+            os.kill(before._process.pid, signal.SIGKILL)
+            assert sandbox.python("print(1)", 60).output == "1\n"
+            assert _interpreter._interpreters[os.getpid()] is not before
+
+
+@pytest.mark.parametrize("does", ["pass", "os.kill(os.getppid(), 19)"], ids=["goes on", "stops its reaper"])
+def test_programs_end_when_the_process_of_their_sandbox_dies(task, tmp_path: Path, does: str):
+    starts = f"""
+from hpc_swe.agents.sandboxes.process import Process
+from hpc_swe.base.records import Task, TestPlan
+plan = TestPlan(command="", fail_to_pass=[], timeout_s=60.0)
+task = Task(task_id="t", taskset="b", prompt="", image="", workdir="/w", files={{}}, tests=plan)
+with Process(scratch={str(tmp_path)!r}).open(task) as sandbox:
+    sandbox.python("import os; {does}; os.fork(); print(1); import time; time.sleep(600)", 600)
+"""
+    holder = subprocess.Popen([sys.executable, "-c", starts], cwd=ROOT, env=environment())
+    until(lambda: _below(tmp_path) == 2, "two programs")
+    holder.kill()
+    holder.wait()
+    until(lambda: not _below(tmp_path), "their ends")
+
+
+def _below(folder: Path) -> int:
+    return sum(value.startswith(str(folder)) for value in with_variable(process.MARK).values())

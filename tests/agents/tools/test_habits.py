@@ -1,0 +1,216 @@
+"""What tools hide and refuse to change, where breakpoints go, and what policies of other systems write."""
+
+import json
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hpc_swe.agents.loops.tool_agent import ToolAgent
+from hpc_swe.agents.sandboxes.process import Process
+from hpc_swe.agents.tools import pdb
+from hpc_swe.agents.tools._breakable import refusal
+from hpc_swe.agents.tools._breakpoints import moved_line
+from hpc_swe.agents.tools._patterns import matches
+from hpc_swe.agents.tools.base import ToolError, invoke
+from hpc_swe.base.loader import load
+from hpc_swe.base.records import TestPlan
+from hpc_swe.tasks import patch
+from tests.kit.debugging import task
+
+IGNORED = "# what nobody needs\nsecret*\n/build/\n!secret_not.py\n"
+FILES = {"mod": "x = 1\n", "secret_key": "x = 2\n", "secret_not": "x = 3\n", "build/made": "x = 4\n"}
+FILES |= {"sub/build/kept": "x = 5\n", "test_mod": "x = 6\n"}
+
+
+def use(name: str, /, **arguments: object) -> str:
+    of = task(**FILES)
+    of.files.update({".debugignore": IGNORED, ".debugreadonly": "test_*.py\n"})
+    with Process().open(of) as sandbox:
+        try:
+            return invoke(load("tools", {"type": name}), json.dumps(arguments), sandbox, of)
+        except ToolError as error:
+            return f"error: {error}"
+
+
+def test_ignored_files_are_neither_listed_nor_found_nor_shown():
+    listed = use("listdir", depth=3).split("\n")
+    assert "secret_key.py" not in listed
+    assert "build/" not in listed
+    assert "secret_not.py" in listed
+    assert "  build/" in listed, "only that of the work directory is bound to it"
+    found = use("grep", pattern="x = .")
+    assert "secret_key" not in found
+    assert "x = 4" not in found
+    assert "x = 5" in found
+    assert use("view", path="secret_key.py") == "error: secret_key.py is not shown: .debugignore names it."
+    assert use("edit", path="./build/made.py", old="x", new="y").startswith("error: ./build/made.py is not")
+
+
+def test_read_only_files_are_shown_as_such_and_not_changed():
+    assert use("view", path="test_mod.py") == "1:x = 6\n(read-only)"
+    assert "test_mod.py (read-only)" in use("listdir")
+    refused = "error: test_mod.py is read-only; change other files."
+    assert use("edit", path="test_mod.py", old="6", new="7") == refused
+    assert use("replace", path="test_mod.py", line=1, old="6", new="7") == refused
+    assert use("rewrite", path="test_mod.py", start=1, end=1, new_code="x") == refused
+    assert use("rewrite", path="test_new.py", start=1, end=0, new_code="x").endswith("change other files.")
+
+
+@pytest.mark.parametrize(
+    ("patterns", "path", "expected"),
+    [
+        ("*.py[cod]", "a/b.pyc", True),
+        ("*.py[cod]", "a/b.py", False),
+        ("*test*.py", "deep/my_test_1.py", True),
+        ("docs/_build/", "docs/_build/x/y", True),
+        ("docs/_build/", "other/docs/_build/x", False),
+        ("lib/", "lib", False),
+        ("lib/", "a/lib/b", True),
+        ("/site", "site/x", True),
+        ("/site", "a/site", False),
+        ("a/**/z", "a/z", True),
+        ("a/**/z", "a/b/c/z", True),
+        ("**/z", "q/z", True),
+        ("a?c", "abc", True),
+        ("a?c", "a/c", False),
+        ("*.log\n!keep.log", "keep.log", False),
+        ("[", "[", True),
+        ("[!a]b", "cb", True),
+        ("", "a", False),
+        ("a/*\n!a/b", "a/b", False),
+        ("*a*b", "a" * 100_000, False),
+        ("# a\n\n/\n!", "a", False),
+    ],
+)
+def test_patterns_are_read_as_git_reads_them(patterns: str, path: str, expected: bool):
+    assert matches(patterns, path) is expected
+
+
+def test_a_folder_is_listed_by_view():
+    assert use("view", path="sub") == "build/ (files: 1)"
+    assert "mod.py" in use("view", path=".").split("\n")
+
+
+def test_policies_write_null_for_what_they_leave_out():
+    assert use("view", path="mod.py", start=None, end=None) == "1:x = 1"
+    assert use("grep", pattern="x = 1", path=None, max_results=1).startswith("mod.py\n1:x = 1")
+    assert use("rewrite", path="mod.py", start=None, end=None, new_code="y = 2") == "ok"
+    assert use("rewrite", path="mod.py", start=1, end=None, new_code="y = 2") == "ok"
+    assert (
+        use("grep", pattern="x = ", path="*mod.py", max_results=5) == "mod.py\n1:x = 1\ntest_mod.py\n1:x = 6"
+    )
+    assert use("view", path="mod.py", include_line_numbers_and_breakpoints=False) == "x = 1"
+
+
+def test_a_tool_has_the_name_that_its_table_gives():
+    agent = ToolAgent(tools=({"type": "evaluate", "name": "eval", "timeout_s": 1.0}, "pdb"), show_tools=True)
+    shown = json.loads(agent.preface.tools)
+    assert [each["function"]["name"] for each in shown] == ["eval", "pdb"] == agent.preface.names
+
+
+def test_methods_of_unittest_pass_for_agents_and_graders():
+    """pytest's plugin `debugging` has options that such tests ask for, so it must be loaded."""
+    tests = "import unittest\n\nfrom mod import f\n\n\nclass TestF(unittest.TestCase):\n"
+    tests += "    def test_f(self):\n        self.assertEqual(f(1), 2)\n"
+    plan = TestPlan(
+        command="python -m pytest -q test_f.py",
+        files={"test_f.py": tests},
+        fail_to_pass=["test_f.py::TestF::test_f"],
+        timeout_s=60.0,
+    )
+    of = msgspec.structs.replace(task(mod="def f(x):\n    return x\n", test_f=tests), tests=plan)
+    with Process().open(of) as sandbox:
+        evaluate = load("tools", {"type": "evaluate"})
+        assert "1 failed" in invoke(evaluate, "", sandbox, of)
+        sandbox.write("mod.py", b"def f(x):\n    return x + 1\n")
+        assert "1 passed" in invoke(evaluate, "", sandbox, of)
+        submitted = patch.take(of, sandbox, Process())
+    assert load("graders", {"type": "pytest"}).grade(of, submitted, Process()).outcome == "resolved"
+
+
+def test_what_runs_in_the_sandbox_imports_of_ours_only_what_is_sent_along():
+    for part in pdb._PARTS:
+        text = Path(pdb.__file__).with_name(f"{part}.py").read_text()
+        assert set(re.findall(r"(?m)^from hpc_swe\.agents\.(?:tools\.)?(\S+) import", text)) <= set(
+            pdb._PARTS
+        )
+
+
+OLD = ["a\n", "b\n", "c\n", "d\n", "e\n"]
+
+
+@pytest.mark.parametrize(
+    ("line", "new", "expected"),
+    [
+        (2, OLD, 2),
+        (2, ["x\n", *OLD], 3),
+        (2, [*OLD, "x\n"], 2),
+        (2, ["a\n", "b\n", "d\n", "e\n"], None),
+        (2, ["a\n", "b\n", "C\n", "d\n", "e\n"], 2),
+        (2, ["x\n", "a\n", "c\n", "y\n", "e\n"], 2),
+        (4, [], None),
+        (0, ["q\n"], 0),
+    ],
+)
+def test_a_breakpoint_follows_its_line(line: int, new: list[str], expected: int | None):
+    assert moved_line(line, OLD, new) == expected
+
+
+def test_large_changes_are_followed_by_unique_lines_only():
+    old = [f"{n}\n" for n in range(5000)]
+    new = ["x\n", *reversed(old), "y\n"]
+    assert moved_line(10, old, new) == 4990
+    alike = ["a\n", "b\n"] * 49
+    assert moved_line(10, ["x\n", *alike], ["y\n", *reversed(alike), "z\n"]) is not None
+    assert moved_line(10, ["0\n"] * 5000, ["x\n", *["0\n"] * 4000, "y\n"] * 2) is None
+
+
+TEXT = '''def f(
+    a,
+    b=1,
+):
+    """Doc
+    string."""
+    x = """one
+two"""
+    if a:
+        pass
+    else:
+        x = [
+            1,
+            a,
+        ]
+    return x
+
+
+@staticmethod
+def g(): return 1
+
+
+class A:
+    y = 1
+'''
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (1, "line 1 only defines a function or a class: 'def f('; line 7 is the next that can"),
+        (4, "line 4 only defines a function or a class: '):'; line 7 is the next that can"),
+        (6, "line 6 is inside a string that begins at line 5; line 7 is the next that can"),
+        (7, ""),
+        (8, "line 8 is inside a string that begins at line 7; line 9 is the next that can"),
+        (11, "line 11 holds no code of its own: 'else:'; line 12 is the next that can"),
+        (16, ""),
+        (17, "line 17 is blank; line 19 is the next that can"),
+        (19, ""),
+        (20, ""),
+        (23, "line 23 only defines a function or a class: 'class A:'; line 24 is the next that can"),
+        (24, ""),
+        (25, "the file has 24 lines; no line after it can"),
+    ],
+)
+def test_lines_that_cannot_hold_a_breakpoint_are_named(line: int, reason: str):
+    assert refusal(TEXT, line) == reason

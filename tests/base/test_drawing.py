@@ -1,0 +1,149 @@
+"""What a person sees in TensorBoard, by TensorBoard's own readers."""
+
+import re
+
+import msgspec
+import pytest
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.context import RequestContext
+from tensorboard.data.provider import RunTagFilter
+from tensorboard.plugins.custom_scalar import layout_pb2
+
+from hpc_swe.base.drawing import EPISODE_STEPS, FIRST, Drawing
+from hpc_swe.base.metrics import METRICS, Log, meaning
+from hpc_swe.base.records import Message, ScoredEpisode, ToolCall
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.roles.coordinator import archive
+from tests.kit.made_episodes import scored
+
+CALL = ToolCall(name="view", arguments='{"path": "m.py"}')
+
+
+class Board:
+    """The data that TensorBoard's server has of one run."""
+
+    def __init__(self, run: RunDir) -> None:
+        multiplexer = EventMultiplexer().AddRun(str(run.tensorboard), "run")
+        multiplexer.Reload()
+        self._data = MultiplexerDataProvider(multiplexer, str(run.tensorboard))
+        self._where = {"ctx": RequestContext(), "experiment_id": "run"}
+
+    def scalars(self):
+        return self._data.list_scalars(**self._where, plugin_name="scalars").get("run", {})
+
+    def tensors(self, plugin):
+        """Tag -> (step, value) of each point."""
+        names = {"plugin_name": plugin, "run_tag_filter": RunTagFilter(runs=["run"])}
+        found = self._data.read_tensors(**self._where, **names, downsample=100).get("run", {})
+        return {tag: [(point.step, point.numpy) for point in points] for tag, points in found.items()}
+
+    def told(self, tag):
+        return [(step, value.item().decode()) for step, value in self.tensors("text").get(tag, [])]
+
+
+@pytest.fixture
+def run(tmp_path):
+    made = RunDir(tmp_path / "run")
+    made.make()
+    made.config.write_text('{"steps":7,"groups":{"group_size":4}}')
+    return made
+
+
+def spoken(said, **options):
+    whole = scored(**options)
+    episode = msgspec.structs.replace(
+        whole.episode, messages=[Message(role="assistant", content=said, tool_calls=[CALL])]
+    )
+    return ScoredEpisode(episode=episode, score=whole.score)
+
+
+def test_reward_solve_rates_and_signal_come_first(run):
+    numbers = {"reward/mean": 0.5, "solve/eval/greedy": 0.4, "solve/train": 0.3, "groups/signal_rate": 0.9}
+    Log(run.metric_log("a")).write(0, numbers | {"batch/fill": 1.0, "episodes/turns": 2.0})
+    Drawing(run).update()
+    tags = sorted(Board(run).scalars())
+    assert tags[:4] == [
+        f"{FIRST}/{name}"
+        for name in ("groups_signal_rate", "reward_mean", "solve_eval_greedy", "solve_train")
+    ]
+    assert set(tags[4:]) == {*numbers, "batch/fill", "episodes/turns"}
+
+
+def test_every_curve_says_what_it_means(run):
+    names = [name.replace("*", "x") for name in METRICS if not name.startswith("length/")]
+    Log(run.metric_log("a")).write(0, dict.fromkeys(names, 1.0))
+    Drawing(run).update()
+    found = Board(run).scalars()
+    assert [name for name in names if not found[name].description] == []
+    assert found[f"{FIRST}/reward_mean"].description == METRICS["reward/mean"]
+
+
+def test_deciles_are_a_histogram_a_step(run):
+    log = Log(run.metric_log("a"))
+    for step in (0, 1):
+        log.write(
+            step,
+            {f"length/{what}_d{d}": float(d + step) for what in ("trained", "dropped") for d in range(10)},
+        )
+    Drawing(run).update()
+    board = Board(run)
+    assert not any(tag.startswith("length/") for tag in board.scalars())
+    found = board.tensors("histograms")
+    assert sorted(found) == ["length/dropped", "length/trained"]
+    (_, first), (step, second) = found["length/trained"]
+    assert (step, first.shape) == (1, (10, 3))
+    assert second[3].tolist() == [3.0, 4.0, 4.0]
+
+
+def test_the_charts_have_an_order_and_know_only_curves_that_there_are(run):
+    Log(run.metric_log("a")).write(0, {"reward/mean": 0.5})
+    Drawing(run).update()
+    ((_, text),) = Board(run).tensors("custom_scalars")["custom_scalars__config__"]
+    layout = layout_pb2.Layout.FromString(text.item())
+    assert [chart.title for chart in layout.category[0].chart][:2] == ["reward", "solve rate"]
+    (best,) = [chart for chart in layout.category[0].chart if chart.title == "best evaluation"]
+    drawn = [name for name in METRICS if any(re.search(tag, name) for tag in best.multiline.tag)]
+    assert drawn == ["solve/best"], "TensorBoard searches for the pattern anywhere in a name"
+    names = [name.replace("*", "x") for name in METRICS]
+    tags = [tag for category in layout.category for chart in category.chart for tag in chart.multiline.tag]
+    assert [
+        tag for tag in tags if not meaning(tag[1:-1]) and not any(re.fullmatch(tag, n) for n in names)
+    ] == []
+
+
+def test_the_configuration_and_three_episodes_a_step_can_be_read(run):
+    drawing = Drawing(run)
+    drawing.update()
+    episodes = [
+        spoken("wrong \x1b[2J", reward=0.0),
+        spoken("right", reward=1.0, index=1),
+        spoken("short", reward=1.0, index=2),
+        spoken("# at length", reward=1.0, index=3, length=30),
+    ]
+    for step in range(2):
+        archive.write(run.archive(step), episodes, [0])
+        drawing.update()
+        drawing.update()
+    board = Board(run)
+    ((_, told),) = board.told("run/configuration")
+    assert '      "steps": 7' in told
+    assert [step for step, _ in board.told("episodes/resolved")] == [0, 1]
+    assert "right" in board.told("episodes/resolved")[0][1]
+    assert "wrong \\x1b[2J" in board.told("episodes/unresolved")[1][1]
+    longest = board.told("episodes/longest")[0][1]
+    assert "    # at length" in longest
+    assert "    >>> view" in longest
+    assert all(line.startswith("    ") for line in longest.splitlines()), "or Markdown would change it"
+
+
+def test_a_damaged_archive_and_a_long_run_cost_no_drawing(run, caplog):
+    for step in range(EPISODE_STEPS + 3):
+        archive.write(run.archive(step), [spoken("x", reward=0.0)], [0])
+    run.archive(EPISODE_STEPS).write_bytes(b"x")
+    (run.archives / "foreign.parquet").write_bytes(b"x")
+    Log(run.metric_log("a")).write(0, {"reward/mean": 0.5})
+    Drawing(run).update()
+    steps = [step for step, _ in Board(run).told("episodes/unresolved")]
+    assert steps == [step for step in range(3, EPISODE_STEPS + 3) if step != EPISODE_STEPS]
+    assert "its episodes are not drawn" in caplog.text

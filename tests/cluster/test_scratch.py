@@ -1,0 +1,99 @@
+"""Node-local leftovers of the dead are swept, and nothing else is."""
+
+import contextlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from multiprocessing import shared_memory
+from pathlib import Path
+
+import pytest
+
+from hpc_swe.cluster import scratch
+
+DIE = """
+import os, signal, sys
+from multiprocessing import resource_tracker, shared_memory
+from pathlib import Path
+from hpc_swe.cluster import scratch
+folder = scratch.make([Path(sys.argv[2])])
+memory = shared_memory.SharedMemory(create=True, size=4096)
+resource_tracker.unregister(memory._name, "shared_memory")
+scratch.note_memory(folder, [os.getpid()])
+print(folder, memory.name, flush=True)
+if sys.argv[1] == "die":
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+@contextlib.contextmanager
+def process(place: Path, how: str) -> Iterator[tuple[Path, Path]]:
+    """One that makes a folder and shared memory; it dies, or lives as long as the block."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", DIE, how, place], **pipes) as child:
+        folder, memory = child.stdout.readline().split()
+        if how == "die":
+            child.wait()
+        yield Path(folder), scratch.MEMORY / memory
+        child.stdin.close()
+    with contextlib.suppress(OSError):
+        (scratch.MEMORY / memory).unlink()
+
+
+def test_what_a_killed_process_left_is_swept_by_the_next(place: Path) -> None:
+    with process(place, "die") as (folder, memory):
+        assert folder.exists()
+        assert memory.exists()
+        mine = scratch.make([place])
+        assert (folder.exists(), memory.exists(), mine.exists()) == (False, False, True)
+
+
+def test_what_a_living_process_has_stays(place: Path) -> None:
+    with process(place, "live") as (folder, memory):
+        assert scratch.sweep([place]) == []
+        assert folder.exists()
+        assert memory.exists()
+
+
+def test_a_folder_stays_until_all_its_users_are_dead(place: Path) -> None:
+    with process(place, "die") as (folder, _):
+        scratch.own(folder)
+        assert scratch.sweep([place]) == []
+
+
+@pytest.mark.parametrize("owners", [None, "", "nonsense", "1 2 3"])
+def test_a_folder_that_does_not_say_whose_it_is_stays(place: Path, owners: str | None) -> None:
+    folder = Path(tempfile.mkdtemp(prefix=scratch.PREFIX, dir=place))
+    if owners is not None:
+        (folder / scratch.OWNERS).write_text(owners)
+    assert scratch.sweep([place]) == []
+
+
+def test_owners_of_another_namespace_are_unknown_and_of_another_boot_dead(place: Path) -> None:
+    boot, namespace = scratch._boot_and_namespace().split()
+    folder = Path(tempfile.mkdtemp(prefix=scratch.PREFIX, dir=place))
+    (folder / scratch.OWNERS).write_text(f"999999999 1 {boot} {int(namespace) + 1}\n")
+    assert scratch.sweep([place]) == []
+    (folder / scratch.OWNERS).write_text(f"999999999 1 another-boot {namespace}\n")
+    assert scratch.sweep([place]) == [folder]
+
+
+def test_shared_memory_that_took_a_noted_name_since_stays(place: Path) -> None:
+    memory = shared_memory.SharedMemory(create=True, size=4096)
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=scratch.PREFIX, dir=place))
+        path = scratch.MEMORY / memory.name
+        (folder / scratch.SHARED).write_text(f"{path.stat().st_ino + 1} {path}\n")
+        scratch.remove(folder)
+        assert path.exists()
+        assert not folder.exists()
+    finally:
+        memory.close()
+        memory.unlink()

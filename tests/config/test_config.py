@@ -1,0 +1,341 @@
+"""What a person sees who writes a TOML file wrongly."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from hpc_swe.base.errors import ConfigError
+from hpc_swe.config import config as configuration
+from hpc_swe.config import conflicts
+from hpc_swe.launch import create
+from hpc_swe.roles.learner.batch_source import PULSE_S, SILENT_PULSES
+
+GOOD = """
+model = "m"
+[groups]
+group_size = 4
+[taskset]
+type = "bugs"
+[sandbox]
+type = "process"
+[agent]
+type = "tool_agent"
+[grader]
+type = "pytest"
+[advantage]
+type = "grpo"
+[engine]
+type = "vllm"
+[policy]
+type = "megatron"
+[executor]
+type = "local"
+"""
+
+OPERATE = [
+    "retention.keep_last=5",
+    "learner.checkpoint_every=7",
+    "lease.beat_s=1",
+    "max_restarts=1",
+    "eval.every=3",
+    "batches.microbatch_tokens=8192",
+    'policy.recompute="full"',
+    "policy.offload_optimizer=0.5",
+    "policy.tensor_parallel=2",
+    'engine.extra=["--x"]',
+    "rollout.episode_timeout_s=9999",
+    "engine.update_timeout_s=77",
+]
+
+
+@pytest.fixture
+def read(tmp_path):
+    def write(text: str, *overrides: str):
+        path = tmp_path / "run.toml"
+        path.write_text(text, encoding="utf-8")
+        return configuration.read(path, overrides=list(overrides))
+
+    return write
+
+
+def test_plugin_is_built_from_its_table(read):
+    run = read(GOOD, "advantage.scale_by_std=true", "groups.group_size=2")
+    assert run.groups.group_size == 2
+    assert run.advantage([1.0, -1.0]) == pytest.approx([1.0, -1.0], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("groups.group_size=0", r"override groups.group_size=0: groups.group_size: Expected .* >= 1"),
+        (
+            "groups.grup_size=4",
+            r"unknown key groups.grup_size; did you mean 'group_size'\?; known: group_size, groups_per_step",
+        ),
+        ("groups.group-size=4", r"unknown key groups.group-size; did you mean 'group_size'\?; known: group_"),
+        ("group-size=4", r"unknown key group-size; did you mean groups.group_size\?; known: mode, model"),
+        ("learner.lr=4", r"unknown key learner.lr; did you mean learner.optimizer.lr\?; known: data_par"),
+        ("optimizer.lr=4", r"unknown key optimizer; did you mean learner.optimizer\?; known: mode"),
+        (
+            "steps=",
+            r"^override 'steps=': the value is empty .is a shell variable unset\?.; an empty text is",
+        ),
+        ("stepz=4", r"unknown key stepz; did you mean 'steps'\?; known: mode, model"),
+        ('advantage.type="gropo"', r"\[advantage\] has no type 'gropo'; did you mean 'grpo'\?; known: grpo"),
+        (
+            "advantage.scale=true",
+            r"\[advantage\] type = 'grpo': .*unknown field `scale`.*known: scale_by_std",
+        ),
+        (
+            'executor={type="slurm", roles={rewrd={mem_gb=3}}}',
+            r"^override .*'rewrd' .*; did you mean 'reward'\?; known: coordinator",
+        ),
+        (
+            'executor={type="slurm", roles={reward={mem=3}}}',
+            r"field `mem`.*; did you mean 'mem_gb'\?; known: partition, nodes",
+        ),
+        (
+            "counts.rewrd=2",
+            r"counts.rewrd=2: counts: .*; did you mean 'reward'\?; known: coord",
+        ),
+        ('by_hand=["rewrd"]', r"by_hand\[0\]: .*'rewrd'; did you mean 'reward'\?"),
+        ("eval.decodings.a.temp=1", r"unknown key eval.decodings\[...\].temp; known: temperature"),
+        ('agent={type="tool_agent", tools=["vew"]}', r"^override agent.*no type 'vew'; did you mean 'view'"),
+        ("sampling.top_p=0.9", r"\[sampling\] training must sample the unchanged distribution"),
+        ("sampling.temperature=0.7", r"\[sampling\] training must sample the unchanged distribution"),
+        ("learner.export_every=5", r"groups.max_staleness = 1 .* set it to export_every - 1"),
+        ("groups.group_size=1", r"no baseline"),
+        ('mode="eval"', r"\[eval.decodings\] is empty"),
+        ('mode="sft"', r"objective"),
+        ("rollout.context=100000", r"batches.microbatch_tokens"),
+        ("engine.max_model_len=1000", r"rollout.context = 4096 is more than engine.max_model_len = 1000"),
+        ("rollout.episode_timeout_s=300", r"episode_timeout_s = 300.0 must exceed the agent's budget"),
+        ("lease.ttl_s=31", r"lease.ttl_s"),
+        ('rollout.history="template"', r'set batches.train_chains = "all"'),
+        ("steps=[", r"override 'steps=\[': write key=value|steps"),
+    ],
+)
+def test_error_names_the_file_the_key_and_what_would_be_right(read, override, message):
+    with pytest.raises(ConfigError, match=message):
+        read(GOOD, override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "doubt"),
+    [
+        ([], ""),
+        (["learner.optimizer.epochs=2", "learner.optimizer.minibatches=2"], ""),
+        (["learner.optimizer.epochs=3", "learner.optimizer.minibatches=3"], ""),  # configs/demo_two_gpus.toml
+        (
+            ["learner.optimizer.epochs=10"],
+            r"epochs \* minibatches = 10 optimizer steps .* up to 1 steps older",
+        ),
+        (
+            ["learner.optimizer.epochs=5", "learner.loss.sampler_coefficient=0"],
+            r"minibatches = 5 .*sampler_coefficient = 0: .* take at most 4, at half the rate",
+        ),
+        (["learner.optimizer.epochs=10", "groups.max_staleness=0"], ""),
+        (
+            ['learner.loss.objective="gspo"'],
+            r"'gspo' clips .* exceeds 0.0004: .* set groups.max_staleness = 0",
+        ),
+        (['learner.loss.objective="gspo"', "groups.max_staleness=0"], ""),
+        (['learner.loss.objective="gspo"', "learner.loss.sequence_clip_high=0.02"], ""),
+    ],
+)
+def test_a_start_warns_of_what_old_samples_seldom_stand(read, caplog, overrides, doubt):
+    create.take(read(GOOD, *overrides, "tasks.train=2", "tasks.eval=2"))
+    found = [m for m in caplog.messages if "max_staleness" in m]
+    assert len(found) == bool(doubt)
+    assert all(re.search(doubt, message) for message in found)
+
+
+def test_each_fault_is_a_line_that_names_the_file_which_says_it(tmp_path, read):
+    base, more = tmp_path / "base.toml", tmp_path / "more.toml"
+    base.write_text(GOOD.replace("group_size = 4", "grop_size = 4\nmax_losses = 0"))
+    more.write_text('stepz = 1\n[rollout]\nslots = "many"\n[policy]\ntype = "megatrn"\n')
+    with pytest.raises(ConfigError) as raised:
+        configuration.read(base, more, overrides=["engine.max_model_ln=3"])
+    lines = str(raised.value).splitlines()
+    sources = sorted(line.split(": ")[0] for line in lines)
+    assert sources == [str(base)] * 2 + [str(more)] * 3 + ["override engine.max_model_ln=3"]
+    for word in ("unknown key stepz", "did you mean 'max_model_len'", "[policy] has no type 'megatrn'"):
+        assert sum(word in line for line in lines) == 1
+    assert any("groups.max_losses: Expected `int` >= 1" in line for line in lines)
+    assert any("rollout.slots: Expected `int`, got `str`" in line for line in lines)
+
+
+def test_a_table_that_is_missing_or_has_no_type_is_named_as_toml_does(tmp_path, read):
+    with pytest.raises(ConfigError, match=r"\[policy\] must be a table with a type; known: megatron"):
+        read("policy = 1\n" + GOOD.replace('[policy]\ntype = "megatron"', ""))
+    with pytest.raises(ConfigError, match=r"\[sandbox\] is missing"):
+        read(GOOD.replace('[sandbox]\ntype = "process"', ""))
+
+
+def test_file_that_is_missing_or_no_toml_is_named(tmp_path):
+    (tmp_path / "bad.toml").write_text("model = ")
+    for name in ("absent.toml", "bad.toml"):
+        with pytest.raises(ConfigError, match=name):
+            configuration.read(tmp_path / name)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "latin-1"])
+def test_what_an_editor_saves_is_read_or_refused_with_a_remedy(tmp_path, read, encoding):
+    path, text = tmp_path / "saved.toml", GOOD.replace('model = "', 'model = "caf\xe9')
+    assert "caf" in text
+    path.write_text(text.replace("\n", "\r\n"), encoding=encoding)
+    if encoding == "utf-8-sig":
+        assert configuration.read(path) == read(text)
+        return
+    with pytest.raises(ConfigError, match=f"^{path}: .*; save it as UTF-8$"):
+        configuration.read(path)
+
+
+def test_a_file_that_is_missing_in_the_working_folder_is_said_to_be(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"there is no such file in {tmp_path}; call the command"):
+        configuration.read(Path("configs/demo.toml"))
+
+
+def test_later_files_win_tables_merge_and_another_plugin_type_is_fresh(tmp_path, read):
+    base, more = tmp_path / "base.toml", tmp_path / "more.toml"
+    base.write_text(GOOD + "scale = 1\n".replace("scale = 1\n", "") + "[rollout]\nslots = 3\n")
+    more.write_text('[rollout]\ncontext = 64\nmin_tokens = 8\n[advantage]\ntype = "rloo"\n')
+    run = configuration.read(base, more, overrides=["advantage.type='rloo'"])
+    assert (run.rollout.slots, run.rollout.context) == (3, 64)
+    assert type(run.advantage).__name__ == "Rloo"
+
+
+def test_dumped_tree_builds_the_same_configuration(read):
+    run = read(GOOD, "learner.loss.clip_low=0.1", "seed=7")
+    tree = json.loads(json.dumps(configuration.dump(run)))
+    assert configuration.build(tree, "run.json") == run
+
+
+def test_differences_name_each_key_that_may_not_change(read):
+    old, new = read(GOOD), read(GOOD, "seed=1", "steps=7", "counts.rollout=4", "learner.optimizer.lr=1.0")
+    assert configuration.forbidden_changes(old, new) == ["learner.optimizer.lr: 1e-06 -> 1.0", "seed: 0 -> 1"]
+
+
+def test_keys_that_only_operate_a_run_may_change_and_no_other(read):
+    old, new = read(GOOD), read(GOOD, *OPERATE, "groups.straggler_s=60", "rollout.context=128")
+    found = configuration.changes(old, new, Path())
+    assert [key for key in found if not configuration.may_change(key)] == [
+        "groups.straggler_s",
+        "rollout.context",
+    ]
+    assert {word.partition("=")[0] for word in OPERATE} <= found.keys()
+
+
+def test_another_spelling_of_a_path_is_no_change_and_jobs_keep_theirs(read, tmp_path, monkeypatch):
+    for name in ("models/one", "models/two", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "link").symlink_to("models/one")
+    old, folder = read(GOOD, "model=models/one"), tmp_path
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for spelled in ("../models/one", "../link", str(tmp_path / "models/one"), "../models/../models/one/"):
+        new = read(GOOD, f"model={spelled}")
+        assert configuration.changes(old, new, folder) == {}
+        assert configuration.keep_paths(old, new, folder).model == "models/one"
+    assert "model" in configuration.changes(old, read(GOOD, "model=../models/two"), folder)
+
+
+LINEAR = 'learner.optimizer.decay="linear"'
+
+
+def test_a_decay_without_a_length_of_its_own_ends_with_the_run(read):
+    run = read(GOOD, LINEAR, "steps=30")
+    assert run.learner.optimizer.decay_steps == 30
+    assert configuration.build(configuration.dump(run), "run.json") == run
+    assert (
+        read(GOOD, LINEAR, "steps=30", "learner.optimizer.decay_steps=50").learner.optimizer.decay_steps == 50
+    )
+    assert read(GOOD, "steps=30").learner.optimizer.decay_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "least_s"),
+    [
+        ([], 7200 + 3600),
+        (["rollout.episode_timeout_s=5400.0"], 10800 + 3600),
+        (["rollout.episode_timeout_s=5400.0", "supervision.stuck_s=0"], 3600),
+        (["supervision.stuck_s=9000", "coordinator.wait_s=60"], 9060),
+        (["rollout.episode_timeout_s=5400.0", 'mode="sft"', 'learner.loss.objective="sft"'], 7200 + 3600),
+    ],
+)
+def test_a_learner_outwaits_the_coordinator_which_restarts_what_is_stuck(read, words, least_s):
+    (found,) = conflicts.of_new_runs(read(GOOD, *words, f"learner.batch_wait_s={least_s}"))
+    assert f"learner.batch_wait_s = {least_s} must exceed {least_s}: the coordinator" in found
+    assert list(conflicts.of_new_runs(read(GOOD, *words, f"learner.batch_wait_s={least_s + 1}"))) == []
+
+
+def test_reports_are_not_so_rare_that_a_learner_takes_them_for_silence(read):
+    """Then a pulse would count where a whole interval has passed, and its deadline would be late."""
+    silent_s = SILENT_PULSES * PULSE_S
+    (found,) = conflicts.of_new_runs(read(GOOD, f"coordinator.status_s={silent_s}"))
+    assert f"coordinator.status_s = {silent_s:g} must not exceed 300" in found
+    assert silent_s >= 2 * conflicts.MOST_STATUS_S
+    assert list(conflicts.of_new_runs(read(GOOD, f"coordinator.status_s={conflicts.MOST_STATUS_S}"))) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"), [("process", "sandbox.read_bytes"), ("apptainer", "sandbox.limits.read_bytes")]
+)
+def test_a_sandbox_gives_back_every_report_that_tests_may_write(read, kind, key):
+    words = (GOOD, f'sandbox.type="{kind}"')
+    (found,) = conflicts.of_new_runs(read(*words, f"{key}={conflicts.REPORT_BYTES - 1}"))
+    assert f"{key} = {conflicts.REPORT_BYTES - 1} is less than" in found
+    assert list(conflicts.of_new_runs(read(*words, f"{key}={conflicts.REPORT_BYTES}"))) == []
+
+
+@pytest.mark.parametrize("objective", ["grpo", "sft"])
+def test_steps_with_a_learning_rate_of_0_are_refused(read, objective):
+    words = [f'mode="{objective}"', *(['learner.loss.objective="sft"'] if objective == "sft" else [])]
+    message = r"decay_steps = 48 is less than steps = 49: the learning rate would be 0"
+    with pytest.raises(ConfigError, match=message):
+        read(GOOD, LINEAR, "learner.optimizer.decay_steps=48", "steps=49", *words)
+    assert read(GOOD, LINEAR, "learner.optimizer.decay_steps=48", "steps=48", *words).steps == 48
+
+
+def test_a_run_whose_rate_decays_keeps_its_steps_and_another_takes_more(read):
+    old, new = read(GOOD, LINEAR, "steps=30"), read(GOOD, LINEAR, "steps=40")
+    assert configuration.forbidden_changes(old, new) == ["learner.optimizer.decay_steps: 30 -> 40"]
+    assert configuration.forbidden_changes(read(GOOD, "steps=30"), read(GOOD, "steps=40")) == []
+
+
+def test_plugin_of_your_own(read, tmp_path, monkeypatch):
+    (tmp_path / "my_lab.py").write_text(
+        "from hpc_swe.base.loader import Plugin\n"
+        "class Best(Plugin, frozen=True, kw_only=True):\n"
+        "    bonus: float = 0.0\n"
+        "    def __call__(self, rewards):\n"
+        "        return [r - max(rewards) + self.bonus for r in rewards]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    run = read(GOOD.replace('"grpo"', '"my_lab:Best"'), "advantage.bonus=0.5")
+    assert run.advantage([1.0, 0.0]) == [0.5, -0.5]
+    assert configuration.dump(run)["advantage"] == {"type": "my_lab:Best", "bonus": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("http://host:8000", "http://host:8000"),
+        ("http://host:8000/", "http://host:8000"),
+        ("https://host/v1", "https://host"),
+        ("https://host:8443/v1/", "https://host:8443"),
+        ("https://gateway/models/ours/v1", "https://gateway/models/ours"),
+    ],
+)
+def test_the_address_of_an_engine_is_read_as_openai_clients_write_it(read, given, kept):
+    assert read(GOOD, f'inference.url="{given}"').inference.url == kept
+
+
+@pytest.mark.parametrize(
+    "wrong", ["host:8000", "ftp://host", "http://me:secret@host", "http://host/?key=1", "https://"]
+)
+def test_an_address_that_is_none_or_holds_a_secret_is_refused(read, wrong):
+    with pytest.raises(ConfigError, match="inference.url"):
+        read(GOOD, f'inference.url="{wrong}"')

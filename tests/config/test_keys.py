@@ -1,0 +1,36 @@
+"""The list of all keys of a configuration."""
+
+import subprocess
+import sys
+
+from hpc_swe.config import keys
+from tests.kit.checkout import ROOT
+from tests.kit.waiting import DEADLINE_S
+
+
+def listed(*words: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "hpc_swe.launch", "keys", *words]
+    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+
+
+def test_the_page_of_all_keys_is_that_of_today():
+    page = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    assert page == "\n".join(keys.markdown(keys.listed())) + "\n", "python -m hpc_swe.launch keys --markdown"
+
+
+def test_every_key_says_what_it_means():
+    assert [f"{key.table} {key.name}" for key in keys.listed() if not key.meaning] == []
+
+
+def test_keys_are_listed_by_prefix_with_type_default_and_meaning():
+    done = listed("groups.max_l")
+    assert done.stdout == (
+        "groups.max_losses: int > 0, default 10\n"
+        "    Expired leases of one message before it moves to dead/.\n"
+    )
+
+
+def test_a_prefix_that_no_key_has_is_answered_with_one_that_is_alike():
+    done = listed("groups.group_sise")
+    assert done.returncode == 2
+    assert "no key starts with 'groups.group_sise'; did you mean 'groups.group_size'?" in done.stderr

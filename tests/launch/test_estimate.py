@@ -1,0 +1,563 @@
+"""What a run will cost: counts against built models, memory against an H200, and what people see of it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.cluster.executors.slurm import Resources, Slurm
+from hpc_swe.config import config as configuration
+from hpc_swe.launch import estimate, preview
+from hpc_swe.models.costs import GIB
+from hpc_swe.models.engines._vllm_memory import cached_token
+from hpc_swe.models.engines.vllm import Vllm
+from hpc_swe.models.model_shape import ModelShape
+from hpc_swe.models.policies._megatron.memory import (
+    MemoryNeeds,
+    cheapest_recompute,
+    learner_memory,
+    reference_memory,
+)
+from hpc_swe.models.policies.megatron import Megatron
+from tests.kit.checkout import ROOT
+from tests.kit.ranks import gang
+from tests.kit.toy_model import HERMES, make_model, write_weights
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 4,
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
+MODELS = {
+    "0.6B": QWEN3
+    | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
+    | {"tie_word_embeddings": True},
+    "4B": QWEN3
+    | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "tie_word_embeddings": True},
+    "8B": QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36},
+    "14B": QWEN3
+    | {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40},
+    "8 layers of 8B": QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 8},
+    "30B-A3B": QWEN3 | EXPERTS | {"num_hidden_layers": 48},
+    "8 layers of 30B-A3B": QWEN3 | EXPERTS | {"num_hidden_layers": 8},
+    "4 layers of 30B-A3B": QWEN3 | EXPERTS | {"num_hidden_layers": 4},
+}
+HALF_OF_14B = {"tensor_parallel": 2, "sequence_parallel": True, "recompute": "elementwise"}
+HALF_OF_14B |= {"offload_optimizer": 0.9}
+SLURM = """
+[executor]
+type = "slurm"
+account = "lab"
+array_size = 10
+
+[executor.roles.learner]
+nodes = 2
+cpus_per_task = 8
+mem_gb = 400
+timeout_min = 720
+options = { gres = "gpu:h100:4" }
+
+[executor.roles.inference]
+gpus_per_node = 1
+
+[executor.roles.rollout]
+cpus_per_task = 32
+"""
+
+
+@pytest.fixture
+def shape(tmp_path):
+    def read(name):
+        (tmp_path / "config.json").write_text(json.dumps(MODELS[name]))
+        return ModelShape.read(tmp_path)
+
+    return read
+
+
+@pytest.fixture
+def read(tmp_path):
+    model = make_model(tmp_path / "model", HERMES)
+    (model / "config.json").write_text(json.dumps(MODELS["8B"]))
+    (model / "generation_config.json").write_text('{"eos_token_id": 322}')
+    write_weights(model)
+
+    def config(*overrides, executor=SLURM):
+        (tmp_path / "executor.toml").write_text(executor)
+        words = [f"model={tmp_path / 'model'}", 'sandbox={type="process"}', *overrides]
+        return configuration.read(ROOT / "configs/demo.toml", tmp_path / "executor.toml", overrides=words)
+
+    return config
+
+
+# parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("0.6B", 596_049_920), ("4B", 4_022_468_096), ("8B", 8_190_735_360), ("30B-A3B", 30_532_122_624)],
+)
+def test_published_models_have_as_many_parameters_as_published(shape, name, count):
+    assert shape(name).parameters.total == count
+
+
+@pytest.mark.slow
+def test_count_is_that_of_models_that_are_built(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from tests.kit.ranks import tiny
+
+    models = tiny.make_models(tmp_path / "tiny")
+    subprocess.run(
+        [sys.executable, "-m", "hpc_swe.demo.model", "--out", tmp_path / "demo"], cwd=ROOT, check=True
+    )
+    for folder in [*models.values(), tmp_path / "demo"]:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        counted = ModelShape.read(folder).parameters.total
+        assert counted == sum(parameter.numel() for parameter in model.parameters()), folder.name
+
+
+def test_ranks_together_hold_the_model_once_and_norms_once_a_rank(shape):
+    count = shape("30B-A3B").parameters
+    assert count.of_rank(1) == count.total
+    assert 4 * count.of_rank(4) == count.total + 3 * count.whole
+
+
+# memory
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "settings", "measured"),
+    [
+        ("0.6B", 32768, {"recompute": "none"}, 56.96),
+        ("0.6B", 32768, {"recompute": "elementwise"}, 37.72),
+        ("4B", 16384, {"recompute": "elementwise"}, 108.92),
+        ("4B", 65536, {"recompute": "products"}, 103.99),
+        ("8 layers of 8B", 32768, {"recompute": "none"}, 86.50),
+        ("8 layers of 8B", 32768, {"recompute": "elementwise"}, 71.50),
+        ("8 layers of 8B", 32768, {"recompute": "selective"}, 67.07),
+        ("8 layers of 8B", 32768, {"recompute": "products"}, 55.60),
+        ("8 layers of 8B", 32768, {"recompute": "full"}, 55.07),
+        ("4 layers of 30B-A3B", 16384, {"recompute": "none"}, 64.45),
+        ("14B", 32768, HALF_OF_14B, 122.0),
+    ],
+)
+def test_learner_memory_is_what_an_h200_was_measured_to_use(shape, name, tokens, settings, measured):
+    """torch.cuda.max_memory_allocated of two whole steps, torch 2.11, megatron-core 0.16.1."""
+    peak = learner_memory(shape(name), Megatron(**settings), 1, tokens).total.bytes / GIB
+    assert peak == pytest.approx(measured, rel=0.05)
+
+
+def test_estimate_of_experts_on_two_gpus_is_what_was_measured(shape):
+    policy = Megatron(recompute="elementwise", expert_parallel=2)
+    peak = learner_memory(shape("8 layers of 30B-A3B"), policy, 2, 65536).total.bytes / GIB
+    assert peak == pytest.approx(83.8, rel=0.05)
+
+
+@pytest.mark.parametrize(("recompute", "kept"), [("products", True), ("elementwise", True), ("full", False)])
+def test_each_rank_keeps_where_the_choices_of_all_ranks_are_computed(shape, recompute, kept):
+    def activations(ranks):
+        policy = Megatron(recompute=recompute, expert_parallel=ranks)
+        parts = learner_memory(shape("30B-A3B"), policy, ranks, 1000).parts
+        return next(part.bytes for part in parts if part.what == "activations")
+
+    assert activations(64) - activations(16) == kept * 1000 * 48 * 8 * 12 * (64 - 16)
+
+
+def test_data_parallel_ranks_share_the_optimizer_and_only_when_told(shape):
+    def optimizer(ranks, **settings):
+        memory = learner_memory(shape("8B"), Megatron(**settings), ranks, 4096)
+        return next(part.bytes for part in memory.parts if part.what == "optimizer")
+
+    assert optimizer(4) == optimizer(1) / 4 == 3 * shape("8B").parameters.total
+    assert optimizer(4, distributed_optimizer=False) == optimizer(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "settings", "gib", "chosen"),
+    [
+        ("4B", 16384, {}, 180, "none"),
+        ("4B", 16384, {}, 139, "elementwise"),
+        ("4B", 16384, {}, 94, "products"),
+        ("4B", 65536, {}, 139, "products"),
+        ("4B", 16384, {}, 40, "full"),  # the least, although it does not fit
+        ("4B", 65536, {"offload_optimizer": 1.0}, 79, "products"),
+        ("8B", 28672, {"tensor_parallel": 2, "sequence_parallel": True}, 139, "elementwise"),
+        ("8B", 28672, {"tensor_parallel": 4, "sequence_parallel": True}, 79, "elementwise"),
+        ("30B-A3B", 32768, {"tensor_parallel": 4, "sequence_parallel": True}, 139, "elementwise"),
+        ("30B-A3B", 32768, {"expert_parallel": 8}, 139, "products"),
+    ],
+)
+def test_fastest_recomputation_that_fits_is_chosen(shape, name, tokens, settings, gib, chosen):
+    policy, ranks = Megatron(recompute="auto", **settings), 8 if name == "30B-A3B" else 1
+    assert cheapest_recompute(shape(name), policy, ranks, MemoryNeeds(tokens), gib * GIB) == chosen
+
+
+def test_recomputation_is_chosen_for_routing_that_is_not_even(shape):
+    """A GPU whose experts get a quarter more tokens than others' must not run out of memory."""
+    policy, needs = Megatron(recompute="auto", expert_parallel=8), MemoryNeeds(32768)
+    even = learner_memory(shape("30B-A3B"), Megatron(recompute="elementwise", expert_parallel=8), 8, 32768)
+    free = 1.15 * even.total.bytes + 2 * GIB
+    assert cheapest_recompute(shape("30B-A3B"), policy, 8, needs, free) != "elementwise"
+    assert cheapest_recompute(shape("30B-A3B"), policy, 8, needs, 1.25 * free) == "elementwise"
+
+
+def test_dry_run_says_that_the_estimate_is_for_even_routing(shape):
+    def notes(**settings):
+        return " ".join(learner_memory(shape("30B-A3B"), Megatron(**settings), 8, 4096).notes)
+
+    assert "even routing" in notes(expert_parallel=8)
+    assert "even routing" in notes(expert_parallel=8, recompute="auto")
+    assert "even routing" not in notes()
+
+
+def test_recomputation_that_is_chosen_leaves_room_for_the_last_version(shape):
+    """The last version takes 7.6 GiB of each of two GPUs."""
+    policy, deltas = Megatron(recompute="auto"), MemoryNeeds(16384, ["last version"])
+    peak = learner_memory(shape("8B"), Megatron(recompute="elementwise"), 2, 16384).total.bytes
+    free = 1.15 * peak + 2 * GIB
+    assert cheapest_recompute(shape("8B"), policy, 2, deltas, free) == "elementwise"
+    on_gpu = Megatron(recompute="auto", delta_base="gpu")
+    assert cheapest_recompute(shape("8B"), on_gpu, 2, deltas, free) != "elementwise"
+    assert cheapest_recompute(shape("8B"), on_gpu, 2, MemoryNeeds(16384), free) == "elementwise"
+
+
+def test_a_learner_makes_room_for_what_the_dry_run_lists(read):
+    """Where versions are never deltas, the last one is not kept."""
+    for every, what in ((1, []), (4, ["last version, for deltas"])):
+        config = read("policy={dtype='bfloat16', delta_base='gpu'}", f"learner.snapshot_every={every}")
+        listed = [part.what for part in estimate.learner(config).parts]
+        assert [name for name in listed if name.startswith("last version")] == what
+        assert config.kept == ["last version"][: len(what)]
+
+
+def test_dry_run_of_auto_lists_the_peak_of_each_value(shape):
+    found = learner_memory(shape("4B"), Megatron(recompute="auto"), 1, 16384)
+    full = learner_memory(shape("4B"), Megatron(recompute="full"), 1, 16384)
+    assert found.parts == full.parts
+    assert found.notes[-1].startswith(
+        "recompute = auto takes the fastest value that fits; peaks in GiB: none 1"
+    )
+    assert found.notes[-1].endswith(f"full {full.total.bytes / GIB:.1f}")
+
+
+def test_share_of_the_optimizer_moves_from_the_gpu_to_the_host(shape):
+    def found(share):
+        memory = learner_memory(shape("8B"), Megatron(offload_optimizer=share, tensor_parallel=2), 2, 4096)
+        parts = (memory.parts, memory.host)
+        return [sum(part.bytes for part in each if part.what == "optimizer") for each in parts]
+
+    (whole, none), (part, rest) = found(0.0), found(0.25)
+    assert (none, part, rest) == (0, 0.75 * whole, 0.25 * whole)
+
+
+def test_host_memory_of_a_rank_lists_what_it_keeps(shape):
+    def found(reference="initial model", **settings):
+        memory = learner_memory(shape("8B"), Megatron(**settings), 2, 4096, [reference, "last version"])
+        return {part.what: part.bytes for part in memory.host}
+
+    count = shape("8B").parameters.total
+    names = ("reference, and policy meanwhile", "last version, for deltas")
+    assert found() == dict(zip(names, (4 * count, 2 * count / 2), strict=True))
+    assert names[1] not in found(delta_base="gpu")
+    on_gpu = learner_memory(shape("8B"), Megatron(delta_base="gpu"), 2, 4096, ["last version"]).parts
+    assert [part.bytes for part in on_gpu if part.what == names[1]] == [count]
+    assert found(lora_rank=8).keys() == {"weights below adapters"}
+    with_other = found("other reference", lora_rank=8)
+    assert with_other.keys() == {"weights below adapters", names[0]}
+    assert with_other[names[0]] == found("other reference")[names[0]] == 4 * count
+
+
+def test_adapters_copy_the_reference_only_where_it_is_another_folder(read, tmp_path):
+    def copied(*words):
+        words = ("policy.lora_rank=16", "policy.dtype=bfloat16", "learner.loss.kl_coefficient=0.1", *words)
+        parts = estimate.host(read(*words))
+        return sum(part.bytes for part in parts if part.what == "reference, and policy meanwhile")
+
+    (tmp_path / "link").symlink_to(read().model)
+    shutil.copytree(read().model, tmp_path / "other", copy_function=os.link)  # its weights are large holes
+    assert copied() == copied(f"reference={tmp_path / 'link'}") == 0
+    half = 8_190_735_360 / 2  # tp = 2, one rank on each of two nodes; norms are on both
+    assert copied(f"reference={tmp_path / 'other'}") == pytest.approx(2 * 2 * half, rel=1e-3)
+
+
+def test_tensor_parallel_shares_weights_and_sequence_parallel_activations(shape):
+    def part(name, **settings):
+        memory = learner_memory(shape("8B"), Megatron(**settings), 1, 32768)
+        return next(part.bytes for part in memory.parts if part.what == name)
+
+    assert part("weights", tensor_parallel=4) == pytest.approx(part("weights") / 4, rel=0.001)
+    spread = part("activations", tensor_parallel=4, sequence_parallel=True)
+    assert part("activations") / 4 < spread < part("activations", tensor_parallel=4)
+
+
+def test_stages_share_layers_and_expert_parallel_ranks_share_experts(shape):
+    def held(name, ranks, **settings):
+        memory = learner_memory(shape(name), Megatron(**settings), ranks, 4096)
+        return {part.what: part.bytes for part in memory.parts}
+
+    known = shape("8B").parameters
+    staged = held("8B", 1, pipeline_parallel=4)
+    assert staged["weights"] == 2 * (known.tables / 2 + (known.split + known.whole) / 4)
+    assert staged["activations"] == held("8B", 1)["activations"], "the first stage holds four microbatches"
+    assert held("8B", 1, context_parallel=4)["activations"] == held("8B", 1)["activations"] / 4
+    assert held("8B", 1, context_parallel=4)["optimizer"] == held("8B", 4)["optimizer"]
+    known, divided = shape("30B-A3B").parameters, held("30B-A3B", 8, expert_parallel=8)
+    assert divided["weights"] == 2 * (known.total - known.experts * 7 / 8)
+    assert divided["optimizer"] == held("30B-A3B", 8)["optimizer"] == 12 * known.total / 8
+
+
+def test_reference_takes_host_memory_and_none_of_the_gpu(shape):
+    weights = 2 * shape("8B").parameters.total
+    assert reference_memory(shape("8B"), Megatron()) == 2 * weights
+
+
+def test_cache_holds_as_many_tokens_as_its_bytes_say_and_at_least_a_head(shape, tmp_path):
+    assert cached_token(shape("8B"), 1, 2) == 2 * 36 * 8 * 128 * 2
+    assert cached_token(shape("8B"), 8, 2) == 2 * 36 * 128 * 2
+    assert cached_token(shape("30B-A3B"), 8, 2) == 2 * 48 * 128 * 2
+    shape("8B")
+    said = Vllm(kv_cache_bytes=40 * GIB).memory(tmp_path, 32768).parts
+    assert said[1].formula == "291,271 tokens: 8 full contexts"
+    assert [round(part.bytes / GIB, 1) for part in said] == [15.3, 40.0]
+
+
+# the scheduler
+
+
+@pytest.mark.parametrize(
+    ("resources", "common", "count"),
+    [
+        (Resources(), {}, 0),
+        (Resources(gpus_per_node=2), {}, 2),
+        (Resources(options={"gres": "gpu:h100:4"}), {}, 4),
+        (Resources(options={"gres": "lustre:1,gpu:8"}), {}, 8),
+        (Resources(options={"gres": "gpu"}), {}, 1),
+        (Resources(), {"gpus-per-node": "a100:4"}, 4),
+        (Resources(options={"gpus_per_node": "a100:4"}), {"gpus-per-node": 2}, 4),
+        (Resources(gpus_per_node=2), {"gpus-per-node": False}, 0),
+    ],
+)
+def test_gpus_are_counted_in_every_spelling(resources, common, count):
+    assert Slurm(options=common, roles={"learner": resources}).gpus_per_node("learner") == count
+
+
+def test_what_is_asked_of_slurm_is_counted_for_each_role(read):
+    config = read("policy.tensor_parallel=8", "counts.rollout=16")
+    found = {request.role: request for request in estimate.requests(config, config.executor)}
+    assert (found["learner"].nodes, found["learner"].cores, found["learner"].gpus) == (2, 64, 8)
+    assert (found["learner"].memory_gb, found["learner"].hours) == (800, 12)
+    assert (found["rollout"].nodes, found["rollout"].cores, found["rollout"].gpus) == (16, 512, 0)
+    assert found["inference"].gpus == 1
+
+
+def crowded(*words):
+    files = [ROOT / "configs/demo.toml"] + [
+        ROOT / f"configs/{word}.toml" for word in words if "=" not in word
+    ]
+    config = configuration.read(*files, overrides=[word for word in words if "=" in word])
+    return [message.partition(" ")[0] for message in estimate.crowded(config, 2)]
+
+
+@pytest.mark.parametrize(
+    ("words", "roles"),
+    [
+        ((), []),
+        (("rollout.slots=40",), ["rollout.slots"]),
+        (("rollout.slots=20", "counts.rollout=2"), ["rollout.slots"]),
+        (("reward.slots=9", "counts.rollout=0", "rollout.slots=90"), ["reward.slots"]),
+        (("slurm", "counts.rollout=100", "rollout.slots=256", "reward.slots=16"), []),
+        (("slurm", "rollout.slots=257", "reward.slots=17"), ["rollout.slots", "reward.slots"]),
+        (("slurm_demo",), []),
+    ],
+)
+def test_workers_with_more_slots_than_their_cores_serve_are_named(words, roles):
+    """Those of a cluster have the cores of their job; those of one machine share it."""
+    assert crowded(*words) == roles
+
+
+# the run folder
+
+
+def parts(config):
+    return {part.what: part for part in estimate.disk(config)}
+
+
+def test_folder_holds_the_newest_versions_and_every_milestone(read):
+    weights = 2 * 8_190_735_360 + estimate.COMPANIONS
+    few = parts(read("policy.dtype=bfloat16", "steps=100", "eval.every=0"))
+    assert few["weights/"].bytes == 4 * weights
+    assert few["checkpoints/"].bytes == 3 * 14 * 8_190_735_360
+    for checkpoint_s, kept in ((60, 6), (0, 3)):  # by time any step may have one
+        words = ["retention.keep_every=15", f"learner.checkpoint_s={checkpoint_s}"]
+        many = parts(read("policy.dtype=bfloat16", "steps=100", "eval.every=0", *words))
+        assert many["weights/"].bytes == (4 + 6) * weights
+        assert many["checkpoints/"].bytes == (3 + kept) * 14 * 8_190_735_360
+
+
+@pytest.mark.parametrize(
+    ("words", "versions", "checkpoints"),
+    [
+        (["eval.every=5"], 2, 2),
+        (["eval.every=30", "learner.checkpoint_s=0"], 2, 2),  # checkpoints of steps 30, 60 and 90
+        (["eval.every=33", "learner.checkpoint_s=0"], 2, 0),
+        (["eval.every=33"], 2, 2),
+        (["eval.every=5", "retention.keep_best=false"], 0, 0),
+    ],
+)
+def test_the_best_weights_and_those_under_evaluation_are_counted(read, words, versions, checkpoints):
+    without, found = (parts(read("steps=100", *more)) for more in (["eval.every=0"], words))
+    for name, count in (("weights/", versions), ("checkpoints/", checkpoints)):
+        each = without[name].bytes / (4 if name == "weights/" else 3)
+        assert found[name].bytes - without[name].bytes == pytest.approx(count * each)
+
+
+def test_run_that_only_evaluates_keeps_neither_weights_nor_batches(read):
+    only = "eval={samples=4, tasks=0, decodings={greedy={temperature=0.0}}}"
+    found = parts(read("mode=eval", only))
+    assert not {"weights/", "checkpoints/", "batches/", "archive/"} & set(found)
+    assert found["evals/"].bytes == 64 * 4 * 512 * estimate.EPISODE_TOKEN
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "distributed"), [("bfloat16", True), ("float32", True), ("float32", False)]
+)
+def test_checkpoint_and_weights_on_disk_are_as_large_as_counted(
+    tmp_path, read, dtype, distributed, monkeypatch
+):
+    pytest.importorskip("megatron.core")
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    (tmp_path / "save.py").write_text(SAVE)
+    gang.launch(1, tmp_path / "save.py", str(tmp_path), dtype, str(int(distributed)))
+    words = [f"policy.dtype={dtype}", f"policy.distributed_optimizer={str(distributed).lower()}"]
+    words += ["policy.tensor_parallel=1", "retention.keep_last=2", "eval.every=0"]
+    config = read(*words, f"model={tmp_path / 'built'}")
+    for name, versions in (("weights", 3), ("checkpoints", 3)):
+        folder = tmp_path / name
+        found = sum(path.stat().st_size for path in folder.iterdir())
+        part = parts(config)[f"{name}/"]
+        counted = part.bytes / versions - (estimate.COMPANIONS if name == "weights" else 0)
+        assert counted == pytest.approx(found, rel=0.02)
+        assert part.inodes / versions >= len(list(folder.iterdir())) + 2  # the folder and its manifest
+
+
+SAVE = """
+import sys
+from pathlib import Path
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from hpc_swe.models.policies.base import OptimizerConfig
+from hpc_swe.models.policies.megatron import Megatron
+root = Path(sys.argv[1])
+sizes = dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4)
+sizes |= dict(vocab_size=4096, num_key_value_heads=2, head_dim=64, tie_word_embeddings=False)
+Qwen3ForCausalLM(Qwen3Config(**sizes)).save_pretrained(root / "built")
+policy = Megatron(device="cpu", dtype=sys.argv[2], distributed_optimizer=sys.argv[3] == "1")
+learner = policy.build(root / "built", OptimizerConfig(), None)
+for name, write in (("weights", learner.export), ("checkpoints", learner.save)):
+    (root / name).mkdir()
+    write(root / name)
+learner.close()
+"""
+
+
+# the dry run
+
+
+def test_there_is_one_script_an_array(read, tmp_path):
+    config = read("counts.rollout=25", "policy.tensor_parallel=8")
+    found = preview.scripts(RunDir(tmp_path / "run"), config)
+    heads = [script.splitlines()[0] for script in found if "rollout" in script.splitlines()[0]]
+    assert heads == [
+        "### rollout: submission 1, 10 of 25 jobs",
+        "### rollout: submission 2, 10 of 25 jobs",
+        "### rollout: submission 3, 5 of 25 jobs",
+    ]
+    assert "#SBATCH --array=0-4\n" in found[-2] + found[-1]
+
+
+def test_a_hybrid_run_says_what_host_memory_its_halves_need(read):
+    words = ["hybrid=true", "policy.dtype=bfloat16", "engine.dtype=bfloat16", "counts.inference=2"]
+    words += ["engine.device=gpu", "policy.device=gpu"]
+    found = {part.what: part.formula for part in estimate.host(read(*words))}
+    assert found["hybrid: the learner's state"] == "1 x 53.40 GiB", (
+        "14 bytes, over tp = 2, on each of two nodes"
+    )
+    assert found["hybrid: engines asleep"] == "2 x 15.26 GiB, at most twice"
+    words += ["learner.snapshot_every=10", "policy.delta_base=gpu"]
+    found = {part.what: part.formula for part in estimate.host(read(*words))}
+    assert found["hybrid: the learner's state"] == "1 x 61.03 GiB", "16 bytes, with the last version"
+
+
+@pytest.mark.parametrize(
+    ("gib", "said"),
+    [
+        (
+            0,
+            "learner: no verdict, since the memory of its GPU is unknown: set executor.roles.learner.gpu_gib",
+        ),
+        (20, "learner: does not fit: it needs at least 7"),
+        (80, "learner: may run out of memory: it needs at least 7"),
+        (141, "learner: fits: it needs at least 7"),
+    ],
+)
+def test_a_dry_run_compares_what_is_needed_with_what_a_gpu_has(read, gib, said):
+    words = [
+        "policy.device=gpu",
+        "policy.dtype=bfloat16",
+        "policy.recompute=full",
+        "policy.tensor_parallel=2",
+    ]
+    found = preview.cost_tables(read(*words, f"executor.roles.learner.gpu_gib={gib}"))
+    assert [line for line in found if isinstance(line, str) and line.startswith("learner:")][0].startswith(
+        said
+    )
+
+
+def dry(tmp_path, *words, path=None):
+    line = [sys.executable, "-m", "hpc_swe.launch", "start", "configs/demo.toml", *map(str, words)]
+    env = {**os.environ, **({"PATH": path} if path else {})}
+    line += ["--run", str(tmp_path / "run"), "--dry-run"]
+    return subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=env, timeout=600)
+
+
+@pytest.mark.slow
+def test_dry_run_makes_nothing_and_needs_no_slurm(tmp_path, read):
+    config = read("policy.tensor_parallel=8")
+    words = [tmp_path / "executor.toml", "policy.tensor_parallel=8", f"model={config.model}"]
+    words += ["executor.roles.learner.options={gres='lustre:1'}", "executor.roles.inference.gpus_per_node=0"]
+    before = sorted(tmp_path.iterdir())
+    done = dry(tmp_path, *words, 'sandbox={type="process"}', path=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH --gres=lustre:1\n" in done.stdout
+    assert "P = 8,190,735,360, tp = 8, dp = 1" in done.stdout
+    assert done.stdout.isascii()
+    assert max(len(line) for line in done.stdout.partition("asked of Slurm")[2].splitlines()) <= 80
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.slow
+def test_dry_run_of_a_local_run_says_so_and_ends_with_what_start_refuses(tmp_path, read):
+    config = read("policy.tensor_parallel=2")
+    sandbox = 'sandbox={type="apptainer", executable="no-such-apptainer"}'
+    done = dry(tmp_path, f"model={config.model}", sandbox)
+    assert "all on this machine; nothing is asked of a scheduler" in " ".join(done.stdout.split())
+    assert "the run folder at its fullest" in done.stdout
+    assert done.returncode == 2
+    assert "no-such-apptainer" in done.stderr

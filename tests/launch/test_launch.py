@@ -1,0 +1,571 @@
+"""Starting, keeping and ending runs: what a person at the shell sees."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import pytest
+
+from hpc_swe.base.errors import ConfigError, DeadlineError, HpcSweError, StaleRun, StorageError
+from hpc_swe.base.records import RunManifest
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic, stop_signs, submissions, supervision, tasks
+from hpc_swe.config import config as configuration
+from hpc_swe.config.settings import StopConfig
+from hpc_swe.launch import control, create, existing, submit, watch
+from hpc_swe.launch.view import RunReader
+from tests.kit.checkout import ROOT
+from tests.kit.toy import make_repository
+from tests.kit.waiting import DEADLINE_S, until
+
+ROLES = ["coordinator", "inference", "learner", "rollout", "reward"]
+NOBODY = [f"by_hand={ROLES}", *(f"counts.{role}=0" for role in ROLES)]
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def read(model):
+    def config(*overrides):
+        words = [
+            f"model={model}",
+            'sandbox={type="process"}',
+            "tasks.train=3",
+            "tasks.eval=2",
+            "learner.optimizer.decay=constant",  # so that steps may change
+            *NOBODY,
+            *overrides,
+        ]
+        return configuration.read(ROOT / "configs/demo.toml", overrides=words)
+
+    return config
+
+
+def command(*words, folder=ROOT, **env):
+    line = [sys.executable, "-m", "hpc_swe.launch", *map(str, words)]
+    return subprocess.run(
+        line, capture_output=True, text=True, cwd=folder, env={**os.environ, **env}, timeout=DEADLINE_S
+    )
+
+
+def test_a_refused_continuation_names_the_file_of_the_run(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read("learner.optimizer.decay=linear"))
+    with pytest.raises(ConfigError, match=f"^{run.config}: learner.optimizer.decay_steps = .* steps = 90000"):
+        configuration.from_words(["steps=90000"], existing.load(run), str(run.config))
+
+
+def test_start_makes_a_whole_run_that_is_private(tmp_path, read):
+    os.umask(0o077)
+    run = RunDir(tmp_path / "runs" / "one")
+    control.start(run, read())
+    assert existing.load(run) == read()
+    assert {split: len(found) for split, found in tasks.read(run.tasks).items()} == {"train": 3, "eval": 2}
+    assert [oct(path.stat().st_mode & 0o77) for path in (run.root, run.token, run.config)] == ["0o0"] * 3
+
+
+def test_start_again_goes_on_but_refuses_what_would_change_the_training(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read())
+    token = run.token.read_bytes()
+    control.start(run, read("steps=99"))
+    assert existing.load(run).steps == 99
+    assert run.token.read_bytes() == token
+    with pytest.raises(ConfigError, match=r"groups.group_size: 8 -> 4.*start --run.*with --run"):
+        control.start(run, read("groups.group_size=4"))
+
+
+def test_start_without_a_file_continues_a_run_with_what_it_has(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read("seed=5"))
+    run.drain.touch()
+    ticked = command("tick", run.root)
+    assert "submitted nothing: control/DRAIN forbids it; `launch start` removes that" in ticked.stdout
+    done = command("start", "--run", run.root, "steps=99")
+    assert (done.returncode, run.drain.exists()) == (0, False), done.stderr
+    assert existing.load(run) == read("seed=5", "steps=99")
+    refused = command("start", "--run", run.root, "seed=6")
+    assert (refused.returncode, "seed: 5 -> 6" in refused.stderr) == (2, True)
+    assert f"{run.root} is a folder, not a TOML file" in command("start", run.root).stderr
+    assert "no run here" in command("start", "--run", tmp_path / "other").stderr
+
+
+def test_a_run_is_continued_from_any_folder_with_paths_as_it_was_started(tmp_path, model):
+    started, called, run = tmp_path / "started", tmp_path / "called", RunDir(tmp_path / "run")
+    started.mkdir()
+    called.mkdir()
+    model.rename(started / "model")
+    small = ["tasks.train=3", "tasks.eval=2", "learner.optimizer.decay=constant", *NOBODY]
+    first = [ROOT / "configs/demo.toml", "model=model", 'sandbox={type="process"}', *small]
+    here = {"PYTHONPATH": str(ROOT)}
+    done = command("start", *first, "--run", run.root, folder=started, **here)
+    assert done.returncode == 0, done.stderr
+    done = command("start", "--run", run.root, "steps=99", folder=called, **here)
+    assert done.returncode == 0, done.stderr
+    assert (existing.load(run).steps, existing.load(run).model) == (99, "model")
+    started.rename(tmp_path / "moved")
+    refused = command("start", "--run", run.root, folder=called, **here)
+    assert f"{started}: No such file or directory; the run was started in" in refused.stderr
+
+
+def test_a_run_keeps_the_keys_that_its_own_code_reads_until_it_is_upgraded(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read())
+    tree = json.loads(run.config.read_bytes())
+    del tree["learner"]["max_skipped"], tree["executor"]["environ"]  # as a release without them wrote it
+    run.config.write_text(json.dumps(tree))
+    control.start(run, read("steps=99", "executor.pause_s=0.1"))
+    tree["steps"], tree["executor"]["pause_s"] = 99, 0.1
+    assert json.loads(run.config.read_bytes()) == tree
+    with pytest.raises(ConfigError, match="learner.max_skipped is a key that the run's own code .*--upgrade"):
+        control.start(run, read("learner.max_skipped=7"))
+    control.start(run, read("learner.max_skipped=7"), upgrade=True)
+    assert json.loads(run.config.read_bytes())["learner"]["max_skipped"] == 7
+
+
+def test_more_steps_than_a_decay_has_are_refused_with_the_reason(tmp_path, read):
+    run, words = RunDir(tmp_path / "run"), ["learner.optimizer.decay=linear"]
+    control.start(run, read(*words, "steps=3"))
+    with pytest.raises(ConfigError, match="decay_steps: 3 -> 6.*start another run from its last weights"):
+        control.start(run, read(*words, "steps=6"))
+
+
+def test_a_run_goes_on_with_a_model_that_was_moved_but_not_with_another(tmp_path, read, model):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read())
+    moved = model.rename(tmp_path / "moved")
+    control.start(run, read(f"model={moved}", "retention.keep_last=9"))
+    assert (existing.load(run).model, existing.load(run).retention.keep_last) == (str(moved), 9)
+    (moved / "config.json").write_text("{ }")
+    (tmp_path / "link").symlink_to(moved)
+    control.start(run, read(f"model={tmp_path / 'link'}"))  # the same folder is not read again
+    assert existing.load(run).model == str(moved)
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (other / name).write_text("[]")
+    with pytest.raises(ConfigError, match=r"model: .*moved' -> .*other'"):
+        control.start(run, read(f"model={other}"))
+
+
+def test_start_with_more_steps_takes_a_finished_run_up_again(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read("steps=5"))
+    run.finished.touch()
+    control.start(run, read("steps=5"))
+    assert run.finished.exists()
+    control.start(run, read("steps=6"))
+    assert not run.finished.exists()
+
+
+def test_start_with_other_signs_takes_a_run_up_again_that_one_has_ended(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read("stop.gap=0.01"))
+    run.finished.touch()
+    atomic.put(run.stop_signs, stop_signs.SignRecord(reason="gap/k3 was above 0.01"))
+    control.start(run, read("stop.gap=0.01"))
+    assert run.finished.exists()
+    control.start(run, read("stop.gap=0.1"))
+    assert not run.finished.exists()
+    assert stop_signs.read(run).reason == ""
+
+
+def test_a_sign_by_bounds_that_a_living_learner_kept_is_cleared(tmp_path, read):
+    run, new = RunDir(tmp_path / "run"), read("stop.gap=0.1")
+    control.start(run, read("stop.gap=0.01"))
+    control.start(run, new)
+    for gap, stands in ((0.01, False), (0.1, True)):  # the bound of the learner that has found the sign
+        bounds = msgspec.to_builtins(StopConfig(gap=gap))
+        atomic.put(run.stop_signs, stop_signs.SignRecord(reason="gap/k3 was above", bounds=bounds))
+        run.finished.touch()
+        control.start(run, new)
+        assert (run.finished.exists(), bool(stop_signs.read(run).reason)) == (stands, stands)
+
+
+def test_killed_start_leaves_no_half_run_and_can_be_repeated(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read())
+    run.config.unlink()  # what a start that died before its last write leaves
+    with pytest.raises(ConfigError, match="no run here"):
+        existing.load(run)
+    control.start(run, read())
+    assert existing.load(run) == read()
+
+
+def test_of_concurrent_starts_one_makes_the_run_and_others_are_refused(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+
+    def start(size):
+        try:
+            control.start(run, read(f"groups.group_size={size}"))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(6) as pool:
+        said = list(pool.map(start, [2, 4, 2, 4, 2, 4]))
+    won = existing.load(run).groups.group_size
+    assert [not text for text in said] == [size == won for size in (2, 4, 2, 4, 2, 4)]
+    assert all(f"groups.group_size: {won} -> {6 - won}" in text for text in said if text)
+    assert len(list(run.root.glob(".*code~*"))) == 0
+
+
+def test_a_start_that_died_making_the_run_delays_the_next_one_only_a_while(tmp_path):
+    run = RunDir(tmp_path / "run")
+    (run.root / ".making" / "half").mkdir(parents=True)
+    with create.making(run, timeout_s=0.3) as place:
+        assert place
+    assert list(run.root.iterdir()) == []
+
+
+def test_a_slow_start_taken_for_dead_leaves_the_run_of_another_whole(tmp_path, read):
+    run, config = RunDir(tmp_path / "run"), read()
+    run.root.mkdir()
+    nothing = create.Taken({})
+
+    def start():
+        with create.making(run) as place:
+            yield
+            create.publish(run, place, config, nothing, "a" * 64)
+
+    slow = start()
+    next(slow)
+    with create.making(run, timeout_s=0.3) as place:
+        create.publish(run, place, config, nothing, "b" * 64)
+    before = {path: path.read_bytes() for path in run.code.rglob("*.py")}
+    with pytest.raises(StorageError, match="another start took this one for dead; start again"):
+        next(slow)
+    assert atomic.get(run.manifest, RunManifest).model_sha256 == "b" * 64
+    assert {path: path.read_bytes() for path in run.code.rglob("*.py")} == before != {}
+
+
+def test_what_another_start_took_away_replaces_nothing(tmp_path):
+    (tmp_path / "code").mkdir()
+    with pytest.raises(FileNotFoundError):
+        create.replace(tmp_path / "gone", tmp_path / "code")
+    assert (tmp_path / "code").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [0o750, 0o701, 0o722])
+def test_a_run_that_others_can_enter_is_refused_by_every_command(tmp_path, read, mode):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read())
+    run.root.chmod(mode)
+    for verb in ("tick", "stop"):
+        done = command(verb, run.root)
+        assert done.returncode == ConfigError.exit_code
+        assert done.stderr == f"error: {run.root}: mode {mode:o} lets others in; run chmod 700 {run.root}\n"
+    with pytest.raises(ConfigError, match="lets others in"):
+        control.start(run, read())
+    run.root.chmod(0o700)
+    assert command("tick", run.root).returncode == 0
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to give a folder to another user")
+@pytest.mark.parametrize("path", [".", "run.json"])
+def test_a_run_of_another_user_is_refused(tmp_path, read, path):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read())
+    os.chown(run.root / path, 12345, -1)
+    done = command("tick", run.root)
+    assert done.returncode == ConfigError.exit_code
+    assert "belongs to user 12345; a run is acted on by its owner only" in done.stderr
+
+
+def test_a_delta_as_the_model_is_refused_with_what_to_give_instead(tmp_path, read):
+    for name, file in (("v000004-i01", "config.json"), ("v000005-i01", "delta-00001-of-00001.safetensors")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).touch()
+    with pytest.raises(ConfigError, match=r"holds only what changed .* one of: v000004-i01"):
+        control.start(RunDir(tmp_path / "run"), read(f"model={tmp_path}/v000005-i01"))
+
+
+def test_missing_model_is_one_error_that_names_key_and_folder(tmp_path, read):
+    with pytest.raises(ConfigError, match=r"model = '/nowhere/model': no such folder"):
+        control.start(RunDir(tmp_path / "run"), read("model=/nowhere/model"))
+
+
+def test_a_model_without_its_tokenizer_is_refused_before_any_job_needs_it(tmp_path, model, read):
+    (model / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"model = '.*/model': no tokenizer.json there"):
+        control.start(RunDir(tmp_path / "run"), read())
+
+
+def test_machine_without_apptainer_is_one_error_with_the_way_out(tmp_path, read):
+    config = read('sandbox={type="apptainer", executable="no-such-apptainer"}')
+    with pytest.raises(ConfigError, match=r"no-such-apptainer.*install Apptainer.*process"):
+        control.start(RunDir(tmp_path / "run"), config)
+
+
+def test_misspelt_key_on_the_command_line_is_one_line_and_exit_code_2(tmp_path):
+    done = command("start", "configs/demo.toml", "groups.grup_size=4", "--run", tmp_path / "run")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "grup_size" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("mode", "option"), [("grpo", "--run"), ("eval", "--out")])
+def test_folder_that_cannot_be_made_names_itself_and_the_option(tmp_path, read, mode, option):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StorageError, match=f"file/run.*{option}"):
+        control.start(RunDir(tmp_path / "file" / "run"), read(f"mode={mode}"))
+
+
+@pytest.mark.parametrize("name", ["file", "file/run"])
+def test_a_file_where_a_run_is_looked_for_is_no_run(tmp_path, name):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ConfigError, match=f"{name}: no run here"):
+        existing.load(RunDir(tmp_path / name))
+
+
+def test_an_evaluation_of_no_task_is_refused_before_there_is_a_folder(tmp_path, read):
+    with pytest.raises(ConfigError, match=r"tasks.eval = 0 \(--tasks\).*no held-out task"):
+        control.start(RunDir(tmp_path / "run"), read("mode=eval", "tasks.eval=0"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_run_of_another_protocol_names_the_commit_that_reads_it(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read())
+    manifest = json.loads(run.manifest.read_text())
+    run.manifest.write_text(json.dumps({**manifest, "protocol": 99, "commit": "abc123"}))
+    with pytest.raises(StaleRun, match=r"protocol 99.*abc123"):
+        existing.load(run)
+
+
+def test_an_installation_notes_no_commit_of_the_repository_around_it(tmp_path, read):
+    make_repository(tmp_path / "lab")
+    run = RunDir(tmp_path / "lab/run")
+    control.start(run, read())
+    asked = "from hpc_swe.launch import create; print(create._commit())"
+    line = [sys.executable, "-P", "-c", asked]
+    environ = os.environ | {"PYTHONPATH": str(run.code)}
+    done = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.stdout == "unknown\n", done.stderr
+
+
+def test_a_run_can_be_started_on_a_machine_without_git(tmp_path, read, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    run = RunDir(tmp_path / "run")
+    control.start(run, read())
+    assert atomic.get(run.manifest, RunManifest).commit == "unknown"
+
+
+@pytest.mark.slow
+def test_tick_submits_the_difference_and_nothing_under_an_order(tmp_path, read):
+    run, config = RunDir(tmp_path / "run"), read("counts.reward=1")
+    try:
+        assert control.start(run, config).submit == {"reward": 1}
+        assert submit.tick(run, config).submit == {}
+        said = control.stop(run, config, now=True)
+        assert said == "cancelled 0 jobs that had not begun; 1 were told to exit, and 0 of them were ended"
+        assert control.alive(run, config) == []
+        assert submit.tick(run, config).submit == {}
+    finally:
+        control.stop(run, config, now=True)
+
+
+@pytest.mark.slow
+def test_stop_and_start_at_once_lose_no_role_and_change_settings(tmp_path, read, model):
+    """Typed as a person types it: the jobs of the second start are new, and all there."""
+    run, roles = RunDir(tmp_path / "run"), ["coordinator", "reward"]
+    try:
+        control.start(run, read("tasks.train=8", *(f"counts.{role}=1" for role in roles)))
+        for slots in (2, 3):
+            until(lambda: {path.name.partition("-")[0] for path in run.nodes.iterdir()} == {*roles})
+            old = control.alive(run, existing.load(run))
+            assert command("stop", run.root).returncode == 0
+            done = command("start", "--run", run.root, f"reward.slots={slots}")
+            assert done.returncode == 0, done.stderr
+            assert done.stdout.strip().endswith("submitted 1 coordinator, 1 reward")
+            config = existing.load(run)
+            assert {job.role for job in config.executor.queue(run)} == {*roles}
+            assert set(old).isdisjoint(control.alive(run, config))
+            assert submit.tick(run, config).submit == {}
+    finally:
+        control.stop(run, read(), now=True)
+
+
+def test_a_start_says_which_jobs_do_not_end_and_leaves_the_order(tmp_path, read):
+    run, config = RunDir(tmp_path / "run"), read("counts.reward=1", 'executor.setup=["sleep 600"]')
+    try:
+        control.start(run, config)
+        [job] = control.alive(run, config)
+        command("stop", run.root)
+        with pytest.raises(DeadlineError, match=f"1 jobs .* control/DRAIN .*{job}.*nothing was started"):
+            control.start(run, config, finish_s=0.5)
+        assert atomic.names(run.control) == ["DRAIN"]
+        assert control.alive(run, config) == [job]
+    finally:
+        control.stop(run, config, now=True)
+
+
+@pytest.mark.parametrize("words", [[], ["--now"]])
+def test_a_stop_on_a_full_disk_is_one_error_that_says_what_goes_on(tmp_path, read, words):
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=30m", "tmpfs", small]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a small tmpfs")
+    try:
+        run = RunDir(small / "run")
+        control.start(run, read())
+        found = os.statvfs(small)
+        (small / "ballast").write_bytes(bytes(found.f_bavail * found.f_frsize))
+        full = f"remount,nr_inodes={found.f_files - found.f_ffree + 1}"
+        subprocess.run([*mount[:4], full, *mount[5:]], check=True)
+        done = command("stop", run.root, *words)
+        assert (done.returncode, done.stdout) == (StorageError.exit_code, "")
+        said = "no space is left; .* No order was written, so the run goes on: make room and call this again"
+        assert re.fullmatch(f"error: {run.control}: {said}.*\n", done.stderr), done.stderr
+        assert atomic.names(run.control) == []
+        (small / "ballast").unlink()
+        assert "0 " in command("stop", run.root).stdout
+        assert atomic.names(run.control) == ["DRAIN"]
+    finally:
+        subprocess.run(["umount", "-l", small], check=True)
+
+
+@pytest.mark.slow
+def test_waiting_for_a_run_that_is_ordered_to_end_ends_with_it(tmp_path, read):
+    run, config = RunDir(tmp_path / "run"), read("counts.reward=1")
+    try:
+        control.start(run, config)
+        until(lambda: any(run.nodes.iterdir()))
+        control.stop(run, config, now=False)
+        with pytest.raises(HpcSweError, match="ordered to end"):
+            watch.watch(run, config, DEADLINE_S, stop_on="error")
+        assert not run.stop.exists()
+    finally:
+        control.stop(run, config, now=True)
+
+
+def test_jobs_of_a_misspelt_setup_are_given_up_with_what_they_said(tmp_path, read):
+    setup = "executor.setup=['sleep 2', 'modul load cuda']"  # a job that ends at once is refused by its start
+    run, config = RunDir(tmp_path / "run"), read("counts.reward=1", setup)
+    control.start(run, config)
+    with pytest.raises(
+        DeadlineError, match="reward: its last 3 submissions failed .no job reported its start"
+    ):
+        watch.watch(run, config, DEADLINE_S, stop_on="deadline")
+    assert any("'modul load cuda' fails" in line for line in RunReader(run, config).look().queue.failures)
+
+
+@pytest.mark.slow
+def test_script_for_a_role_by_hand_leaves_a_finished_run_alone(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read())
+    run.finished.touch()
+    script = ["bash", "sbatch/role.sbatch", "reward", str(run.root)]
+    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    assert not any(run.nodes.iterdir())
+
+
+@pytest.mark.slow
+def test_foreground_jobs_end_with_the_launcher_whatever_kills_it(tmp_path, model):
+    words = [f"model={model}", 'sandbox={type="process"}', "tasks.train=3", "tasks.eval=2", *NOBODY]
+    line = ["start", "configs/demo.toml", *words, "counts.reward=1", "executor.foreground=true"]
+    run = RunDir(tmp_path / "run")
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "hpc_swe.launch", *line, "--run", str(run.root), "--wait", "600"], cwd=ROOT
+    )
+    until(lambda: run.config.exists() and any(run.nodes.iterdir()))
+    config = existing.load(run)
+    assert control.alive(run, config)
+    launcher.kill()
+    launcher.wait()
+    until(lambda: not control.alive(run, config))
+
+
+def test_job_of_a_voided_submission_ends_at_once(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read())
+    submissions.take(run, "reward", 1)
+    submissions.mark(run, "reward", 1, submissions.VOID)
+    line = [sys.executable, "-m", "jobs.run", "reward", str(run.root), "--submission=1"]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    assert "void" in done.stderr
+    assert not any(run.nodes.iterdir())
+
+
+def test_jobs_run_the_code_that_the_run_was_started_with(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read())
+    changed = run.code / "jobs" / "reward.py"
+    changed.write_text("print('the code of the run')")
+    submissions.take(run, "reward", 1)
+    submission = submit.submission(run, read(), "reward", 1, 1)
+    done = subprocess.run(
+        ["bash", "-c", read().executor.script(run, submission)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert "the code of the run" in done.stdout, done.stderr
+
+
+def test_a_run_keeps_the_defaults_of_the_release_that_made_it(tmp_path, read, caplog):
+    run = RunDir(tmp_path / "run")
+    former = [
+        "learner.optimizer.beta2=0.95",
+        "learner.optimizer.warmup_steps=0",
+        "groups.hard_max_staleness=0",
+    ]
+    today = ["learner.optimizer.beta2=0.98", "learner.optimizer.warmup_steps=10"]
+    control.start(run, read(*former))
+    control.start(run, read(*today, "groups.hard_max_staleness=8", "lease.beat_s=1.5"))
+    kept = existing.load(run)
+    optimizer = kept.learner.optimizer
+    assert (optimizer.beta2, optimizer.warmup_steps, kept.groups.hard_max_staleness) == (0.95, 0, 0)
+    assert kept.lease.beat_s == 1.5
+    (line,) = [each for each in caplog.messages if "keeps the defaults" in each]
+    assert (
+        "learner.optimizer.beta2 = 0.95 (today 0.98), learner.optimizer.warmup_steps = 0 (today 10)" in line
+    )
+    with pytest.raises(ConfigError, match=r"learner.optimizer.beta2: 0.95 -> 0.9\b"):
+        control.start(run, read("learner.optimizer.beta2=0.9"))
+
+
+@pytest.mark.slow
+def test_run_keeps_its_code_until_it_is_upgraded_which_no_job_may_see(tmp_path, read, caplog):
+    """It then hears once what the new code trains otherwise."""
+    run = RunDir(tmp_path / "run")
+    control.start(run, read("learner.optimizer.minibatches=2"))
+    old = run.code / "jobs" / "old.py"
+    old.touch()
+    (run.code / "hpc_swe/launch/upgrades.py").unlink()
+    request = run.requests / "ready" / "eval-000003-00~0"
+    request.touch()
+    control.start(run, read("learner.optimizer.minibatches=2"))
+    assert old.exists()
+    try:
+        control.start(run, read("counts.reward=1", "learner.optimizer.minibatches=2"))
+        with pytest.raises(ConfigError, match="1 jobs still run the old code"):
+            control.start(run, read("counts.reward=1", "learner.optimizer.minibatches=2"), upgrade=True)
+    finally:
+        control.stop(run, read(), now=True)
+    assert "trains otherwise" not in caplog.text
+    atomic.put(run.supervision, supervision.Verdict(number=3, gave_up=True))
+    for _ in range(2):
+        control.start(run, read("learner.optimizer.minibatches=2"), upgrade=True)
+    assert not old.exists()
+    assert caplog.text.count("trains otherwise: learner.optimizer.minibatches divides") == 1
+    assert "reweight" not in caplog.text
+    assert not request.exists(), "its number would be that of another evaluation"
+    assert supervision.read(run) == supervision.Verdict(number=3), "a person has started it again"

@@ -1,0 +1,206 @@
+"""Images of others, as archives: unpacked, staged anew, tried and packed by the command that people run."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from hpc_swe.agents.sandboxes.apptainer import Apptainer
+from hpc_swe.base.errors import ConfigError, HpcSweError, StorageError
+from hpc_swe.makers.images.sources import Pulled
+from hpc_swe.makers.images.store import ImageManifest, ImageStore, Problem
+from hpc_swe.tasks.graders.swebench import Swebench
+from hpc_swe.tasks.patch import take
+from tests.kit import archives
+from tests.kit.checkout import IMAGES, ROOT
+from tests.kit.toy import BROKEN, RECIPES, git, gold, patch, row, task, write_rows
+
+BASE_IMAGE = IMAGES / "python-pytest"
+ACTIVATE = 'conda() { PATH="/opt/miniconda3/envs/testbed/bin:$PATH"; }\n'
+SOLVED = BROKEN + "".join(f"\n\ndef f_{n}(number):\n    return number * {n}00_000\n" for n in range(3))
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def layer(repository, tmp_path_factory):
+    """A maker's image: the whole history, a commit upon the base, what a build left, an environment."""
+    if shutil.which("apptainer") is None or not BASE_IMAGE.exists():
+        pytest.skip("Apptainer or its unpacked task image is missing: containers/build_image.sh")
+    folder = tmp_path_factory.mktemp("layer")
+    more = folder / "more"
+    shutil.copytree(repository[0], more / "testbed", symlinks=True)
+    git(more / "testbed", "reset", "-q", "--hard", repository[1])
+    (more / "testbed/README.md").write_text("Calc, set up\n")
+    git(more / "testbed", "commit", "-qam", "Set up")
+    (more / "testbed/build").mkdir()
+    (more / "testbed/build/core.so").write_text("built")
+    binaries = more / "opt/miniconda3/envs/testbed/bin"
+    binaries.mkdir(parents=True)
+    (binaries / "python").symlink_to("/usr/bin/python3")
+    (more / "opt/miniconda3/bin").mkdir()
+    (more / "opt/miniconda3/bin/activate").write_text(ACTIVATE)
+    yield archives.layer(BASE_IMAGE, more, folder / "layer.tar")
+    shutil.rmtree(folder)
+
+
+def command(folder: Path, source: str, *rows: dict[str, object]) -> list[str]:
+    write_rows(folder / "rows.jsonl", *rows)
+    (folder / "recipes.toml").write_text(
+        "\n".join(
+            f'[taskset.recipes."{name}"]\n'
+            + "".join(f"{key} = {json.dumps(value)}\n" for key, value in one.items())
+            for name, one in RECIPES.items()
+        )
+    )
+    words = ["configs/swebench.toml", str(folder / "recipes.toml")]
+    words += [f"taskset.train.rows={folder}/rows.jsonl", 'taskset.train.ids=""', 'taskset.eval.rows=""']
+    words += [
+        'taskset.eval.ids=""',
+        f"sandbox.images={os.path.relpath(folder, ROOT)}/images",
+        "--from",
+        source,
+    ]
+    return [sys.executable, "-m", "hpc_swe.tasks.build_images", *words]
+
+
+def run(words: list[str]) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=900)
+
+
+@slow
+def test_a_killed_build_of_archives_goes_on_and_one_that_fails_fails_alone(layer, repository, tmp_path):
+    base = repository[1]
+    archives.docker_archive(layer, tmp_path / "sweb.eval.x86_64.toy_1776_unittest-1.tar")
+    words = command(
+        tmp_path, f"docker-archive:{tmp_path}/{{image}}.tar", row("unittest", base), row("pytest", base)
+    )
+    images = tmp_path / "images"
+    killed = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 300
+    while not list(images.glob(".work.*/*")):
+        assert time.monotonic() < deadline, "nothing was begun"
+        assert killed.poll() is None
+        time.sleep(0.05)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    done = run(words)
+    assert done.returncode == 1
+    told = "toy_1776_pytest-1.tar: No such file or directory"
+    assert told in done.stdout.replace("\n", "")
+    assert "toy__pytest-1" in done.stdout
+    assert "1 of 2 images are in" in done.stdout
+    (image,) = (path.stem for path in images.glob("*.json"))
+    assert {path.name for path in images.iterdir()} == {".builder", f"{image}.json", f"{image}.sif"}
+    built = (images / f"{image}.sif").stat().st_mtime_ns
+    assert "1 of 2 images are in" in run(words).stdout
+    assert (images / f"{image}.sif").stat().st_mtime_ns == built, "what is there is not built again"
+    examine(tmp_path, images, base)
+
+
+def examine(folder: Path, images: Path, base: str) -> None:
+    """What an agent finds, and what becomes of its work."""
+    toy = task(folder, "unittest", base)
+    sandboxes = Apptainer(images=str(images))
+    with sandboxes.open(toy) as sandbox:
+        look = "git log --all --format=%s; git tag; git remote; git reflog; git status --short"
+        assert (
+            sandbox.run(f"{look}; cat build/core.so", 60).output
+            == "What the image's maker changed\nbase\nbuilt"
+        )
+        assert sandbox.run("echo $MADE_BY", 60).output == "somebody\n", "the image's environment"
+        sandbox.run("sed -i 's/a - b/a + b/' calc/core.py; echo more >> README.md", 60)
+        handed_in = take(toy, sandbox, sandboxes)
+    assert "-Calc, set up" not in handed_in, "the maker's change is not the agent's"
+    for text, outcome in ((gold(), "resolved"), (handed_in, "resolved"), ("", "unresolved")):
+        score = Swebench().examine(toy, text, sandboxes)
+        assert score.outcome == outcome, score
+
+
+@slow
+@pytest.mark.parametrize("form", ["oci", "oci-archive", "docker"])
+def test_an_oci_image_becomes_one(layer, repository, tmp_path, form, monkeypatch):
+    place = tmp_path / "made"
+    (archives.oci_archive if form == "oci-archive" else archives.oci_folder)(layer, place)
+    monkeypatch.setenv("APPTAINER_NOHTTPS", "true")
+    monkeypatch.setenv("APPTAINER_CACHEDIR", str(tmp_path / "cache"))
+    toy = task(tmp_path, "unittest", repository[1])
+    shelf = ImageStore(tmp_path / "images")
+    with archives.registry(place) if form == "docker" else nullcontext() as address, shelf.locked():
+        name = f"docker://{address}/me/{{image}}:v1" if address else f"{form}:{place}"
+        source = Pulled(name, Apptainer())
+        assert shelf.build(source, Problem(toy, gold())) is True
+        assert shelf.build(source, Problem(toy, gold())) is False
+    made = (tmp_path / "images" / f"{toy.image}.json").read_bytes()
+    manifest = json.loads(made)
+    assert manifest.keys() == set(ImageManifest.__struct_fields__)
+    assert (manifest["set_up"], manifest["source"]) == (["README.md"], source.origin(toy))
+    sif = tmp_path / "images" / f"{toy.image}.sif"
+    assert manifest["sif_sha256"] == archives.sha256(sif)
+    if form == "oci":  # a .sif is a source like any other, for root too
+        again = ImageStore(tmp_path / "again")
+        with again.locked():
+            assert again.build(Pulled(str(sif), Apptainer()), Problem(toy, gold())) is True
+        examine(tmp_path, again.images, repository[1])
+
+
+@slow
+def test_an_image_that_shows_the_solution_or_opens_no_sandbox_is_refused(layer, repository, tmp_path):
+    more = tmp_path / "more/usr/lib/python3/dist-packages/calc"
+    more.mkdir(parents=True)
+    (more / "core.py").write_text(SOLVED)
+    fixed = tmp_path / "fixed.tar"
+    shutil.copy(layer, fixed)
+    subprocess.run(["tar", "-rf", fixed, "-C", tmp_path / "more", "."], check=True)
+    archives.oci_folder(fixed, tmp_path / "made")
+    toy = task(tmp_path, "unittest", repository[1])
+    reference = patch("calc/core.py", BROKEN, SOLVED)
+    shelf = ImageStore(tmp_path / "images")
+    for python, complaint in (
+        ("python3", "dist-packages/calc/core.py: leave the instance"),
+        ("python9", "does not open as a sandbox"),
+    ):
+        source = Pulled(f"oci:{tmp_path}/made", Apptainer(python=python, start_timeout_s=180))
+        with shelf.locked(), pytest.raises(HpcSweError, match=complaint):
+            shelf.build(source, Problem(toy, reference))
+        assert {path.name for path in shelf.images.iterdir()} == {".builder"}
+    source = Pulled(f"oci:{tmp_path}/made", Apptainer())
+    assert ImageStore(shelf.images, keep_leaks=True).build(source, Problem(toy, reference))
+    manifest = json.loads((shelf.images / f"{toy.image}.json").read_bytes())
+    assert manifest["leaks"] == ["usr/lib/python3/dist-packages/calc/core.py"], "people can ask for it"
+
+
+@slow
+def test_a_full_disk_is_one_error_and_leaves_nothing(layer, repository, tmp_path):
+    small = tmp_path / "images"
+    small.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=30m", "tmpfs", small], capture_output=True)
+    if made.returncode:
+        pytest.skip("needs the right to mount a small tmpfs")
+    try:
+        archives.oci_folder(layer, tmp_path / "made")
+        rows = [row(kind, repository[1]) for kind in ("unittest", "pytest")]
+        done = run(command(tmp_path, f"oci:{tmp_path}/made", *rows))
+        assert done.returncode == StorageError.exit_code
+        assert done.stderr.count("error:") == 1
+        assert "the disk is full" in done.stderr
+        assert "0 of 2 images exist; free some space and run the same command again" in done.stderr
+        assert {path.name for path in small.iterdir()} == {".builder"}
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+def test_what_is_filled_in_and_what_is_not_there_is_said(repository, tmp_path):
+    with pytest.raises(ConfigError, match=r"only \{image\} is filled in, not \['tag'\]"):
+        Pulled("docker://host/{image}:{tag}", Apptainer())
+    toy = task(tmp_path, "unittest", repository[1])
+    source = Pulled("docker://host/me/{image}:v1", Apptainer())
+    assert source.origin(toy) == "docker://host/me/sweb.eval.x86_64.toy_1776_unittest-1:v1"
+    with pytest.raises(HpcSweError, match=r"nowhere\.tar: No such file"):
+        ImageStore(tmp_path).build(Pulled("docker-archive:nowhere.tar", Apptainer()), Problem(toy, gold()))

@@ -1,0 +1,134 @@
+"""The route for samples, with an engine client that does what a test tells it.
+
+It runs in processes of its own, since vLLM changes the environment of the process that imports it.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from hpc_swe.models.engines import _answers
+from hpc_swe.models.engines._vllm_gate import SAMPLE
+from tests.kit.crash import in_child
+from tests.kit.waiting import DEADLINE_S
+
+pytestmark = pytest.mark.slow
+REQUEST = json.dumps({"token_ids": [5, 6], "sampling_params": {"max_tokens": 3, "logprobs": 0}}).encode()
+
+
+class Engine:
+    """Refuse the request, or sample for ever."""
+
+    def __init__(self, refusal: Exception | None = None) -> None:
+        self.refusal = refusal
+        self.has_begun, self.was_aborted = asyncio.Event(), asyncio.Event()
+
+    async def generate(self, *_: object, priority: int) -> AsyncIterator[object]:
+        self.has_begun.set()
+        if self.refusal:
+            raise self.refusal
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.was_aborted.set()
+            raise
+        yield
+
+
+def ask(engine: Engine, messages: "asyncio.Queue[dict[str, Any]]", sent: list[dict[str, Any]]) -> Any:
+    from hpc_swe.models.engines._vllm_samples import SampleRoute
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def no_app(*_: object) -> None:
+        raise AssertionError("it was passed on")
+
+    app = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
+    return SampleRoute(no_app)({"type": "http", "path": SAMPLE, "app": app}, messages.get, send)
+
+
+async def leave() -> None:
+    engine, messages, sent = Engine(), asyncio.Queue[dict[str, Any]](), list[dict[str, Any]]()
+    asking = asyncio.create_task(ask(engine, messages, sent))
+    messages.put_nowait({"type": "http.request", "body": REQUEST[:9], "more_body": True})
+    messages.put_nowait({"type": "http.request", "body": REQUEST[9:]})
+    await asyncio.wait_for(engine.has_begun.wait(), DEADLINE_S)
+    messages.put_nowait({"type": "http.disconnect"})
+    await asyncio.wait_for(engine.was_aborted.wait(), DEADLINE_S)
+    await asyncio.wait_for(asking, DEADLINE_S)
+    assert sent == []
+
+
+async def answered(engine: Engine, body: bytes = REQUEST) -> tuple[int, bytes]:
+    messages, sent = asyncio.Queue[dict[str, Any]](), list[dict[str, Any]]()
+    messages.put_nowait({"type": "http.request", "body": body})
+    await asyncio.wait_for(ask(engine, messages, sent), DEADLINE_S)
+    return sent[0]["status"], sent[1]["body"]
+
+
+async def be_refused() -> None:
+    assert await answered(Engine(ValueError("too long"))) == (400, b"too long")
+    for body in (b"{}", REQUEST.replace(b"5", b"-5")):
+        status, why = await answered(Engine(), body)
+        assert (status, b"token_ids" in why) == (400, True)
+
+
+async def die() -> None:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    error = EngineDeadError()
+    found = await asyncio.gather(*(answered(Engine(error)) for _ in range(50)))
+    assert {status for status, _ in found} == {500}
+    assert all(len(why) < 300 and why.startswith(b"EngineDeadError: ") for _, why in found)
+
+
+async def describe() -> None:
+    from vllm.logprobs import FlatLogprobs
+
+    from hpc_swe.models.engines._vllm_samples import _describe
+
+    scores, prompt = FlatLogprobs(), FlatLogprobs()
+    scores.append_fast([7], [-0.5], iter([1]), [None])
+    prompt.append(None)
+    prompt.append_fast([6], [-1.25], iter([1]), [None])
+    routing = np.ones((2, 1, 1), np.uint8)
+    old = {"token_ids": (7,), "logprobs": scores, "finish_reason": "abort", "stop_reason": None}
+    result = SimpleNamespace(outputs=[SimpleNamespace(**old, routed_experts=routing)], prompt_logprobs=prompt)
+    answer = _answers.from_samples("url", msgspec.msgpack.encode(_describe(result)), [5, 6])
+    assert (answer.token_ids, answer.logprobs, answer.prompt_logprobs) == ([7], [-0.5], [-1.25])
+    assert (answer.finish_reason, answer.stop_reason, answer.weight_versions) == ("abort", None, None)
+    assert _answers.to_routing(answer, 2).tolist() == [[1], [1]]
+    new = {"weight_versions": [{"version": "v000001-i01", "start": 0, "end": 1}], "routed_experts": None}
+    result = SimpleNamespace(outputs=[SimpleNamespace(**old | new)], prompt_logprobs=None)
+    answer = _answers.from_samples("url", msgspec.msgpack.encode(_describe(result)), [5, 6])
+    assert answer.weight_versions == [_answers.Stamp("v000001-i01", 0, 1)]
+    assert (answer.prompt_logprobs, answer.routed_experts) == (None, None)
+
+
+def run(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(scene())
+
+
+def test_a_client_that_leaves_ends_what_is_sampled_for_it() -> None:
+    assert in_child(run, leave) == 0
+
+
+def test_a_refused_or_unreadable_request_is_answered_with_the_reason() -> None:
+    assert in_child(run, be_refused) == 0
+
+
+def test_the_death_of_an_engine_is_one_short_answer_for_each_request() -> None:
+    """An error that leaves the route is logged, and vLLM raises one object for all requests."""
+    assert in_child(run, die) == 0
+
+
+def test_results_of_each_release_become_the_same_answer() -> None:
+    """Those of 0.26 name no weights."""
+    assert in_child(run, describe) == 0

@@ -1,0 +1,131 @@
+"""Loops are compared over equally many samples, from what runs log."""
+
+import subprocess
+import sys
+
+import pytest
+
+from hpc_swe.base.metrics import Log
+from hpc_swe.base.records import MetricLine
+from hpc_swe.config.config import from_words
+from hpc_swe.view.benchmarks import watch
+from hpc_swe.view.benchmarks.loop import (
+    Loop,
+    Step,
+    bias,
+    compare,
+    first_samples,
+    idleness,
+    solve_rates,
+    steps_of,
+)
+from hpc_swe.view.benchmarks.watch import EngineLook, GpuLook
+from tests.kit.checkout import ROOT, environment
+from tests.kit.reported_run import RunMaker
+
+
+def learner(step: int, time: float, wait: float = 1.0) -> MetricLine:
+    return MetricLine(step=step, time=time, values={"step_seconds/wait": wait})
+
+
+def batch(step: int, samples: float, solved: float) -> MetricLine:
+    values = {"length/finished_d0": samples, "solve/train": solved}
+    return MetricLine(step=step, time=float(step), values=values)
+
+
+def test_a_step_begins_where_the_last_ended_and_the_first_is_left_out():
+    batches = [batch(0, 8, 0.5), batch(1, 4, 0.25), batch(2, 4, 1.0)]
+    steps = steps_of([batches, [learner(0, 100), learner(1, 130)]])
+    assert [(step.seconds, step.samples) for step in steps] == [(30, 4)]
+
+
+def test_batches_that_were_sampled_before_a_restart_do_not_make_a_run_fast():
+    first = [learner(step, 20.0 * step) for step in range(4)]
+    again = [learner(step, 100.0 + 2 * step) for step in (1, 2, 3)]  # sampled before the restart
+    new = [learner(step, 25.0 * step) for step in (4, 5, 6, 7)]  # the first one waits for engines
+    logs = [again + new, [batch(step, 4, 0.5) for step in range(8)], first]  # as their names sort them
+    assert [step.seconds for step in steps_of(logs)] == [20, 20, 20, 25, 25, 25]
+    assert [step.seconds for step in steps_of(logs, ahead=1)] == [20, 25]
+    assert steps_of(logs, ahead=4) == []
+
+
+def test_runs_are_compared_over_equally_many_samples():
+    steps = steps_of([[batch(n, 4, n / 4) for n in range(5)], [learner(n, 10.0 * n) for n in range(5)]])
+    assert len(first_samples(steps, 8)) == 2
+    assert len(first_samples(steps, 9)) == 3
+    assert solve_rates(steps) == [0.25, 0.5, 0.75, 1.0]
+
+
+@pytest.fixture(scope="module")
+def config():
+    return from_words([str(ROOT / "configs/demo.toml")])
+
+
+def of_deciles(finished: float, trained: list[float]) -> Step:
+    counts = {f"length/finished_d{d}": finished for d in range(10)}
+    return Step(10.0, counts | {f"length/trained_d{d}": n for d, n in enumerate(trained)}, end=110.0)
+
+
+def test_a_decile_that_is_trained_less_is_named_with_what_chance_does(config):
+    said = bias(Loop(config, [of_deciles(100.0, [100.0] * 9 + [50.0])]))
+    assert "95.0 % of all episodes are trained" in said
+    assert "d9, by -45.0 points; two standard errors are 4.4" in said
+
+
+def test_idle_time_is_that_of_the_steps_and_of_the_engines_of_the_run(config):
+    loop = Loop(config, [of_deciles(1.0, [1.0] * 10)], folder="/run")
+    requests = [EngineLook(time=101.0 + n, run="/run", engine="e", requests=n % 4) for n in range(8)]
+    others = [
+        EngineLook(time=105.0, run="/other", engine="e", requests=0),
+        EngineLook(time=99.0, run="/run", engine="e", requests=0),
+    ]
+    gpus = [GpuLook(time=100.0 + n, gpu="0", busy=0.5 + n / 4, gib=n) for n in (0, 1, 2)]
+    assert idleness(loop, [*requests, *others, *gpus, GpuLook(time=120.0, gpu="0", busy=0.0, gib=9.0)]) == {
+        "engines without a request %": "25.0",
+        "GPU 0 without a kernel %": "25.0",
+        "GPU 0 GiB": "0.0 to 2.0",
+    }
+    assert idleness(loop, []) == {}
+
+
+def test_a_run_is_compared_with_the_best_synchronous_one(config):
+    steps = [of_deciles(1.0, [1.0] * 10)]
+    still = from_words([str(ROOT / "configs/demo.toml"), "groups.max_staleness=0"])
+    fast = [Step(5.0, steps[0].values, end=105.0)]
+    rates, _ = compare({"sync": Loop(still, steps, {"greedy": [0.25, 0.5]}), "async": Loop(config, fast)})
+    cells = {row[0]: row[1:] for row in zip(*(column.cells for column in rates.columns), strict=True)}
+    assert cells["times the best synchronous"] == ("1.00", "2.00")
+    assert cells["held-out greedy"] == ("0.250 to 0.500", "-")
+
+
+def test_a_torn_line_of_the_watch_is_left_out(tmp_path):
+    (tmp_path / "looks").write_text('{"time":1.0,"gpu":"0","busy":0.5,"gib":2}\n{"time":2.0,"gp')
+    assert watch.read(tmp_path / "looks") == [GpuLook(time=1.0, gpu="0", busy=0.5, gib=2.0)]
+    assert watch.gpu("1, 87, 2048\n").busy == 0.87
+
+
+@pytest.fixture
+def made(tmp_path):
+    maker = RunMaker(tmp_path / "made")
+    curves = Log(maker.run.metric_log("learner-1"))
+    deciles = {
+        f"length/{kind}_d{n}": float(kind != "dropped")
+        for kind in ("finished", "trained", "dropped")
+        for n in range(10)
+    }
+    for step in range(5):  # the first two and the last are left out, at staleness 1
+        curves.write(step, {"step_seconds/wait": 0.0, "solve/train": 0.5, "seconds/engine": 2.0, **deciles})
+    return maker.run.root
+
+
+def test_the_command_prints_rates_and_counts_by_length(made):
+    command = [sys.executable, "-m", "hpc_swe.benchmarks.loop"]
+    done = subprocess.run([*command, made], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "asynchronous" in done.stdout
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("made")]
+    assert ["made", "trained", *["2"] * 10] in rows
+    done = subprocess.run(
+        [*command, made.parent], cwd=ROOT, env=environment(), capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (2, "")

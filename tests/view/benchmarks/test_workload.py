@@ -1,0 +1,63 @@
+"""Every column of a benchmark trains the same packs, and the mask has the share that was asked for."""
+
+import numpy as np
+import pytest
+
+from hpc_swe.base.errors import ConfigError
+from hpc_swe.view.benchmarks.ranks import OUT_OF_MEMORY, reason
+from hpc_swe.view.benchmarks.workload import Workload, parse_lengths, spell_lengths
+
+
+def test_lengths_are_read_and_spelt():
+    assert parse_lengths("8192x2, 1024,1024") == [8192, 8192, 1024, 1024]
+    assert spell_lengths([8192, 8192, 1024, 5]) == "8192x2,1024,5"
+
+
+@pytest.mark.parametrize("text", ["", "8k", "64x0", "1", "64,,32", "-5"])
+def test_wrong_lengths_are_refused(text):
+    with pytest.raises(ConfigError, match="--lengths"):
+        parse_lengths(text)
+
+
+def work(**changes) -> Workload:
+    return Workload(**{"lengths": [1024, 512], "mask_share": 0.25, "packs": 4, "vocab": 100} | changes)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 1.0])
+def test_the_mask_has_its_share_and_no_first_token(share):
+    mask = work(mask_share=share).mask([1024, 512])
+    assert mask.mean() == pytest.approx(share, abs=0.003)
+    assert not mask[[0, 1024]].any()
+
+
+@pytest.mark.parametrize("vary", [False, True])
+def test_any_number_of_data_ranks_trains_the_same_packs(vary):
+    alone = work(vary=vary).batch(3, 0, 1).microbatches
+    pairs = [work(vary=vary).batch(3, rank, 2).microbatches for rank in range(2)]
+    assert [pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]] == alone
+    weights = sum(np.frombuffer(micro.weights, "<f4").sum() for micro in alone)
+    assert weights == pytest.approx(1.0, abs=1e-4)
+
+
+def test_varied_lengths_differ_from_pack_to_pack_and_keep_their_sum():
+    found = [
+        work(vary=True, lengths=[64] * 8).lengths_of(step, number) for step in (0, 1) for number in (0, 1)
+    ]
+    assert len({tuple(each) for each in found}) == 4
+    assert {sum(each) for each in found} == {512}
+    assert min(map(min, found)) > 16
+
+
+def test_packs_that_ranks_cannot_share_are_refused():
+    with pytest.raises(ConfigError, match="--packs 4 is no multiple of the 3"):
+        work().batch(0, 0, 3)
+
+
+def test_a_failed_column_says_why():
+    logs = ["warning\n", "Traceback ..\n  File x\ntorch.OutOfMemoryError: CUDA out of memory. Tried\n"]
+    assert reason(logs) == OUT_OF_MEMORY
+    assert (
+        reason(["a\nhpc_swe.base.errors.ConfigError: [policy] no\nlast\n"])
+        == "hpc_swe.base.errors.ConfigError: [policy] no"
+    )
+    assert reason(["\n", ""]) == "it wrote nothing"
