@@ -35,6 +35,7 @@ def main() -> None:
     found = in_source()
 
     from hpc_swe.models.policies._megatron.kernels import compat
+    from hpc_swe.models.policies._megatron.state import saving
     from hpc_swe.models.policies.base import OptimizerConfig
     from hpc_swe.models.policies.megatron import Megatron
 
@@ -55,7 +56,7 @@ def main() -> None:
         raise OSError(errno.ENOSPC, "full")
 
     filesystem_async.FileSystemWriterAsync.finish = full
-    compat.collect_metadata_errors = lambda: nullcontext([])
+    saving.collect_metadata_errors = lambda: nullcontext([])
     with tempfile.TemporaryDirectory() as folder:
         found["last files fail on rank 0 alone"] = _raises(OSError, lambda: learner.save(Path(folder)))
     learner.close()

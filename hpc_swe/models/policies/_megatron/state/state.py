@@ -24,7 +24,7 @@ from hpc_swe.models.policies._megatron.kernels import compat, pinned
 from hpc_swe.models.policies._megatron.model.model import PolicyModel
 from hpc_swe.models.policies._megatron.model.parallel import DTYPES, TorchRanks
 from hpc_swe.models.policies._megatron.settings import MegatronSettings
-from hpc_swe.models.policies._megatron.state import gathered, hosted, loaded
+from hpc_swe.models.policies._megatron.state import gathered, hosted, loaded, saving
 from hpc_swe.models.policies._megatron.state.checkpoint_files import CheckpointFiles
 from hpc_swe.models.policies._megatron.weights.lora import Adapters
 from hpc_swe.models.policies._megatron.weights.origins import Origin
@@ -68,6 +68,8 @@ def build_optimizer(
         params_dtype=DTYPES[settings.dtype],
         use_distributed_optimizer=settings.distributed_optimizer,
     )
+    # distrib_optimizer.py:977 copies the state seven times on the host
+    DistributedOptimizer.get_parameter_state_dp_zero = gathered.gather_states
     with compat.cpu_as_cuda():
         optimizer = get_megatron_optimizer(megatron, [ddp])
     compat.fuse_steps(optimizer)
@@ -165,13 +167,13 @@ class Checkpointer:
 
     def save(self, folder: Path, step: int) -> None:
         """Write a checkpoint into an empty folder; return, or raise StorageError, on all ranks together."""
-        with compat.cpu_as_cuda(), compat.hiding_pinned_memory(), compat.leaving_out_values() as files:
+        with compat.cpu_as_cuda(), saving.hiding_pinned_memory(), saving.leaving_out_values() as files:
             compat.prepare_state(self._optimizer)
             state = self._state(loading=False) | {"step": step, "random": torch.get_rng_state()}
             state |= {"adapters": self._adapters.identity}
             state |= {"origins": {each.role: dict(each.digests) for each in self._origins}}
             try:
-                with compat.collect_metadata_errors() as failures:
+                with saving.collect_metadata_errors() as failures:
                     strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=WRITERS)
                     dist_checkpointing.save(state, str(folder), strategy, content_metadata=CONTENT)
             except CheckpointException as error:  # raised on all ranks, whichever failed to write
@@ -199,7 +201,7 @@ class Checkpointer:
 
     def load(self, folder: Path) -> int:
         """Load a checkpoint, and return its step; raise ConfigError if it belongs to others."""
-        with compat.cpu_as_cuda(), compat.hiding_pinned_memory():
+        with compat.cpu_as_cuda(), saving.hiding_pinned_memory():
             compat.prepare_state(self._optimizer)
             saved = dist_checkpointing.load_common_state_dict(str(folder))
             self._adapters.require(saved.get("adapters", {}), folder)
