@@ -3,7 +3,7 @@
 import sys
 from types import TracebackType
 
-__path__ += [f"{__path__[0]}/view", f"{__path__[0]}/launch"]  # for python -m hpc_swe.status, and its like
+__path__ += [f"{__path__[0]}/{room}" for room in ("view", "launch", "makers")]  # python -m hpc_swe.status
 __version__ = "0.2.0"
 
 

@@ -95,8 +95,15 @@ def test_the_list_has_every_module_that_is_a_command() -> None:
     sources = [path for path in (ROOT / "hpc_swe").rglob("*.py") if "\n@cli.command\n" in path.read_text()]
     paths = [path.relative_to(ROOT / "hpc_swe").with_suffix("") for path in sources]
     names = [".".join(path.parts).removesuffix(".__main__") for path in paths]
-    names = [re.sub(r"^(?:view|launch)\.", "", name).replace("makers.", "tasks.") for name in names]
-    assert set(names) == {"__main__", *COMMANDS}
+    assert {re.sub(r"^(?:view|launch|makers)\.", "", name) for name in names} == {"__main__", *COMMANDS}
+
+
+def test_commands_of_makers_keep_the_names_that_they_had() -> None:
+    module = [sys.executable, "-m", "hpc_swe.tasks.check", "--help"]
+    environ = os.environ | {"COLUMNS": "200"}
+    alone = subprocess.run(module, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
+    assert alone.returncode == 0, alone.stderr
+    assert alone.stdout == said("tasks.check", "--help").stdout == said("check", "--help").stdout
 
 
 VERBS = [("launch", verb) for verb in ("start", "tick", "keys", "stop")]
@@ -118,11 +125,11 @@ def test_the_help_of_a_command_explains_every_argument(words: tuple[str, ...]) -
 @pytest.mark.parametrize(
     "line",
     [
-        "tasks.check CONFIG --runs=0",
-        "tasks.build_images CONFIG --jobs=0",
-        "tasks.mine_history REPOSITORY --out=OUT --timeout-s=0",
-        "tasks.mine_history REPOSITORY --out=OUT --limit=-1",
-        "tasks.export_episodes RUN --out=rows.parquet --per-task=-1",
+        "check CONFIG --runs=0",
+        "build_images CONFIG --jobs=0",
+        "mine_history REPOSITORY --out=OUT --timeout-s=0",
+        "mine_history REPOSITORY --out=OUT --limit=-1",
+        "export_episodes RUN --out=rows.parquet --per-task=-1",
         "doctor --nodes=0",
         "benchmarks.sandboxes --tasks=0",
     ],

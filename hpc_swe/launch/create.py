@@ -282,7 +282,7 @@ def _require_images(config: RunConfig, tasks: Sequence[Task]) -> None:
     if missing:
         raise ConfigError(
             f"[sandbox] images = '{folder}': {len(missing)} of the tasks' {len(names)} images are not there, "
-            f"{missing[0]}.sif first; run containers/build_image.sh, or python -m hpc_swe.tasks.build_images "
+            f"{missing[0]}.sif first; run containers/build_image.sh, or python -m hpc_swe.build_images "
             "for tasks of SWE-bench"
         )
 

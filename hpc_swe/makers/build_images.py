@@ -1,4 +1,4 @@
-"""Build the sandbox images of a run's SWE-bench tasks: python -m hpc_swe.tasks.build_images CONFIG...
+"""Build the sandbox images of a run's SWE-bench tasks: python -m hpc_swe.build_images CONFIG...
 
 An image is made from an official one, of a registry or an archive, or by a local recipe that needs neither.
 In each the repository holds the task's base commit and nothing younger, and no other file shows the solution.
@@ -124,7 +124,7 @@ def main() -> int:
         "configs/swebench.toml --repository clones/django --requirements requirements.txt",
     )
     what = "Build the sandbox images of the tasks that a configuration names, and search them for solutions."
-    parser = cli.parser("hpc_swe.tasks.build_images", what, *examples)
+    parser = cli.parser("hpc_swe.build_images", what, *examples)
     parser.add_argument("config", nargs="+", help=cli.CONFIG)
     jobs, count = min(4, os.cpu_count() or 1), cli.number(int, 1)
     parser.add_argument("--jobs", type=count, default=jobs, help="build so many images at a time")

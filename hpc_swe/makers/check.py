@@ -1,4 +1,4 @@
-"""Check whether a run can train on its tasks: python -m hpc_swe.tasks.check CONFIG...
+"""Check whether a run can train on its tasks: python -m hpc_swe.check CONFIG...
 
 The reference must resolve a task and the empty patch must not, the same in every run, in fresh sandboxes, by
 the run's own grader. A task without a reference is unproven if the empty patch fails. A task none of whose
@@ -313,7 +313,7 @@ def main() -> int:
     os.umask(0o077)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     examples = ("configs/swebench.toml", "configs/demo.toml mine.toml model=MODEL --out tasks/checked.jsonl")
-    parser = cli.parser("hpc_swe.tasks.check", "Check whether a run can train on its tasks.", *examples)
+    parser = cli.parser("hpc_swe.check", "Check whether a run can train on its tasks.", *examples)
     parser.add_argument("config", nargs="+", help=cli.CONFIG)
     parser.add_argument(
         "--out", type=cli.path, default=Path("tasks/checked.jsonl"), help="file of the verdicts"

@@ -1,4 +1,4 @@
-"""Write rewarded episodes as rows to train on: python -m hpc_swe.tasks.export_episodes RUN... --out FILE.
+"""Write rewarded episodes as rows to train on: python -m hpc_swe.export_episodes RUN... --out FILE.
 
 This is the first half of rejection sampling; a run with `sft.source = "trajectories"` is the other half. Each
 row is a conversation in chat form with the token ids that the policy sampled. They are trained as they are;
@@ -186,7 +186,7 @@ def _write(path: Path, rows: list[Row]) -> None:
 def _parser() -> argparse.ArgumentParser:
     what = "Write the rewarded episodes of runs as rows to train on, with their token ids."
     example = "runs/mine --out rows.parquet --per-task 4 --split 0.05"
-    parser = cli.parser("hpc_swe.tasks.export_episodes", what, example)
+    parser = cli.parser("hpc_swe.export_episodes", what, example)
     add = parser.add_argument
     add("runs", nargs="+", type=cli.folder, metavar="RUN", help="training run, or folder of an evaluation")
     add("--out", type=cli.path, required=True, help="parquet file to write")

@@ -1,4 +1,4 @@
-"""Make buggy programs from code that works: python -m hpc_swe.tasks.make_bugs SOURCE... --out FOLDER.
+"""Make buggy programs from code that works: python -m hpc_swe.make_bugs SOURCE... --out FOLDER.
 
 A source is `stdlib`, a module of the standard library, `module.py:test_module.py`, a module with examples in
 its docstrings, or a folder with tests. Functions are changed in one place each. A change is kept if it makes
@@ -255,7 +255,7 @@ def _parser() -> argparse.ArgumentParser:
         "src/mypackage --out tasks/bugs",
         "stdlib --library /usr/lib/python3.11 --out tasks/stdlib --limit 500",
     )
-    parser = cli.parser("hpc_swe.tasks.make_bugs", "Make buggy programs from code that works.", *examples)
+    parser = cli.parser("hpc_swe.make_bugs", "Make buggy programs from code that works.", *examples)
     add, count = parser.add_argument, cli.number(int, 1)
     add(
         "sources",

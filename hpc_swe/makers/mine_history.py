@@ -1,4 +1,4 @@
-"""Make tasks of a git history: python -m hpc_swe.tasks.mine_history REPOSITORY --out FOLDER.
+"""Make tasks of a git history: python -m hpc_swe.mine_history REPOSITORY --out FOLDER.
 
 Commits that change code and tests become rows in the form of SWE-bench, so that the taskset, the grader and
 the checks of SWE-bench work for them. Each candidate is tried in a sandbox of its own image. A verdict is
@@ -201,7 +201,7 @@ def _parser() -> argparse.ArgumentParser:
         "REPOSITORY --out own/tasks --dry-run",
         "REPOSITORY --out own/tasks --requirements requirements.txt",
     )
-    parser = cli.parser("hpc_swe.tasks.mine_history", what, *examples)
+    parser = cli.parser("hpc_swe.mine_history", what, *examples)
     add, count = parser.add_argument, cli.number(int, 1)
     add("repository", type=cli.path, help="git repository, of which HEAD's history is read")
     add("config", nargs="*", help=f"{cli.CONFIG}, for sandbox and grader (default: configs/swebench.toml)")

@@ -1,4 +1,4 @@
-"""Check rows and write them to one file: python -m hpc_swe.tasks.prepare SOURCE --out FILE.
+"""Check rows and write them to one file: python -m hpc_swe.prepare SOURCE --out FILE.
 
 The rows are those of SWE-bench, or programs with tests. A task is made of every row as in a run, so that all
 faults of a dataset are reported here at once, and not on a compute node. The columns of SWE-bench are not
@@ -200,7 +200,7 @@ def main() -> None:
         "rows.jsonl --out tasks/mine.parquet",
         "KodCode/KodCode-V1 --split train --skip-bad --out tasks/kodcode.parquet",
     )
-    parser = cli.parser("hpc_swe.tasks.prepare", "Check rows of tasks, and write them.", *examples)
+    parser = cli.parser("hpc_swe.prepare", "Check rows of tasks, and write them.", *examples)
     add = parser.add_argument
     add("source", help="name on a hub, .jsonl, .json, .parquet, or folder saved by datasets")
     add("--out", type=cli.path, required=True, help="parquet file to write")

@@ -1,4 +1,4 @@
-"""Keep the tasks that teach a model: python -m hpc_swe.tasks.select_rows EVALUATION ROWS --out FILE.
+"""Keep the tasks that teach a model: python -m hpc_swe.select_rows EVALUATION ROWS --out FILE.
 
 A group in which all attempts fail, or all succeed, has no advantage to train on. So an evaluation of the
 model on the training rows measures each task's pass rate, and this command keeps the rows between two rates,
@@ -94,7 +94,7 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     examples = ("evals/base tasks/bugs/train.parquet --out tasks/bugs/teaching.parquet",)
     what = "Keep the rows whose tasks a model sometimes solves, as an evaluation on them has measured."
-    parser = cli.parser("hpc_swe.tasks.select_rows", what, *examples)
+    parser = cli.parser("hpc_swe.select_rows", what, *examples)
     add = parser.add_argument
     add("evaluation", type=cli.folder, help="folder of a finished evaluation whose taskset.eval are the rows")
     add("rows", type=cli.path, help="rows of tasks, .parquet or .jsonl")

@@ -83,7 +83,7 @@ def with_edits(task: Task, edits: Sequence[HiddenEdit]) -> Task:
     for edit in sorted(edits, key=lambda one: one.start, reverse=True):
         if patch[edit.start : edit.start + len(edit.old)] != edit.old:
             raise ConfigError(
-                f"{task.task_id}: taskset.checked is of another test patch: run hpc_swe.tasks.check again"
+                f"{task.task_id}: taskset.checked is of another test patch: run hpc_swe.check again"
             )
         patch = patch[: edit.start] + edit.new + patch[edit.start + len(edit.old) :]
     command = task.tests.command.replace(before.strip("\n"), patch.strip("\n"))

@@ -204,12 +204,12 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
         try:
             rows = pq.read_table(path).to_pylist()
         except (OSError, pa.ArrowException) as error:
-            why = f"{type(error).__name__}: {error}; python -m hpc_swe.tasks.prepare makes such a file"
+            why = f"{type(error).__name__}: {error}; python -m hpc_swe.prepare makes such a file"
             raise ConfigError(f"[taskset] rows: {path}: {why}") from None
         yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
     else:
         raise ConfigError(
-            f"[taskset] rows: {path} is no .jsonl, .json or .parquet; python -m hpc_swe.tasks.prepare "
+            f"[taskset] rows: {path} is no .jsonl, .json or .parquet; python -m hpc_swe.prepare "
             "makes one of a dataset of a hub, or of a folder that datasets saved"
         )
 

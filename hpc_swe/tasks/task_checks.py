@@ -111,7 +111,7 @@ def usable(path: str, split: str, tasks: Mapping[str, tuple[str, str]]) -> set[s
             how = f"with image {known.image}, not {image}," if known else "not"
             raise ConfigError(
                 f"{where}: {task_id} is {how} in taskset.checked = {path!r}: run "
-                f"python -m hpc_swe.tasks.check CONFIG --out {path}"
+                f"python -m hpc_swe.check CONFIG --out {path}"
             )
     kinds = Counter(checks[task_id].verdict for task_id in tasks)
     left_out = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common() if kind not in TAKEN)
@@ -128,7 +128,7 @@ def require_images(path: str, tasks: Iterable[Task], images: Path) -> None:
         if is_another(image_digest(images, task.image), checks[task.task_id].image_digest):
             raise ConfigError(
                 f"{task.task_id}: {images / task.image} is another image than taskset.checked = "
-                f"{path!r} is of: run python -m hpc_swe.tasks.check CONFIG --out {path}"
+                f"{path!r} is of: run python -m hpc_swe.check CONFIG --out {path}"
             )
 
 

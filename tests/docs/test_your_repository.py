@@ -18,7 +18,7 @@ PAGE = ROOT / "docs/your_repository.md"
 LIMIT_S = 1500
 SHORTER = {
     r"for version in (?:.|\n)* (\S+ \S+); do": r"for version in \1; do",
-    r"(hpc_swe\.tasks\.check .*)": r"\1 --runs 1",
+    r"(hpc_swe\.check .*)": r"\1 --runs 1",
 }
 """Parts of the page's commands, and what a test types instead of them to be quick."""
 

@@ -478,7 +478,7 @@ def test_no_run_is_made_where_other_things_live(tmp_path, read, make, message):
     [
         ["launch", "start", "configs/demo.toml", "--run="],
         *(["launch", "tick", ""], ["launch", "stop", ""], ["show", ""]),
-        *(["tasks.prepare", "rows.jsonl", "--out="], ["launch", "start", ""]),
+        *(["prepare", "rows.jsonl", "--out="], ["launch", "start", ""]),
     ],
 )
 def test_an_empty_name_is_no_folder_and_no_file(tmp_path, words):
@@ -854,7 +854,7 @@ def test_a_start_that_waits_lets_go_on_timeout_and_on_interrupt(tmp_path, model)
 
 READERS = [
     *("hpc_swe.launch start", "hpc_swe.evaluate --out=x", "hpc_swe.doctor"),
-    *("hpc_swe.engine", "hpc_swe.demo", "hpc_swe.tasks.check", "hpc_swe.tasks.build_images"),
+    *("hpc_swe.engine", "hpc_swe.demo", "hpc_swe.check", "hpc_swe.build_images"),
 ]
 IMPORTERS = ["hpc_swe.launch start", "hpc_swe.launch tick", "hpc_swe.status"]
 IMPORTERS += ["jobs.coordinator", "jobs.run reward"]

@@ -78,7 +78,7 @@ repository = "{repository}"
         "--out",
         str(folder / "checked.jsonl"),
     ]
-    return [sys.executable, "-m", "hpc_swe.tasks.check", *words, "--runs", "2", "--jobs", "2", *more]
+    return [sys.executable, "-m", "hpc_swe.check", *words, "--runs", "2", "--jobs", "2", *more]
 
 
 def check(folder: Path, repository: Path, *more: str) -> subprocess.CompletedProcess[str]:
@@ -205,10 +205,10 @@ def test_a_run_takes_what_is_usable_and_says_what_it_left_out(tmp_path, caplog):
     assert [task.task_id for task in found] == ["toy__one-1"], "of two lines the last one counts"
     assert "1 of 3 tasks are usable; left out: 1 flaky, 1 gold_fails" in caplog.text
     write_rows(path, *made, row("unittest", "b" * 40, instance_id="toy__new-1"))
-    with pytest.raises(ConfigError, match=r"rows.jsonl:4: toy__new-1 .*hpc_swe.tasks.check"):
+    with pytest.raises(ConfigError, match=r"rows.jsonl:4: toy__new-1 .*hpc_swe.check"):
         list(taskset(path, checked=str(out)).load("train"))
     write_rows(path, *made[:2], made[2] | {"image": "me/mine:latest"})
-    with pytest.raises(ConfigError, match=r"rows.jsonl:3: .*with image sweb.*, not mine, in .*tasks.check"):
+    with pytest.raises(ConfigError, match=r"rows.jsonl:3: .*with image sweb.*, not mine, in .*hpc_swe.check"):
         list(taskset(path, checked=str(out)).load("train"))
     with pytest.raises(ConfigError, match=r"nowhere.*hpc_swe/makers/check.py makes it"):
         list(taskset(path, checked=str(tmp_path / "nowhere")).load("train"))
@@ -249,7 +249,7 @@ def test_a_run_refuses_an_image_that_was_built_again_since_its_check(tmp_path):
         f"taskset.checked={tmp_path}/checked.jsonl",
     )
     (tmp_path / f"{task.image}.json").write_text("{} ")
-    with pytest.raises(ConfigError, match=rf"^{task.task_id}: .*another image.*hpc_swe.tasks.check CONFIG"):
+    with pytest.raises(ConfigError, match=rf"^{task.task_id}: .*another image.*hpc_swe.check CONFIG"):
         control.start(RunDir(tmp_path / "run"), config)
     (tmp_path / f"{task.image}.json").write_text("{}")
     with contextlib.suppress(SchedulerError):

@@ -19,7 +19,7 @@ def test_faults_fail_and_repairs_pass_in_rows_of_humanevalpack(tmp_path):
         pytest.skip("the task image is not built: containers/build_image.sh")
     names = packs.write(tmp_path / "pack.jsonl")
     words = [f"taskset.eval={tmp_path}/pack.jsonl", "tasks.train=0", "tasks.eval=164", "taskset.timeout_s=5"]
-    line = [sys.executable, "-m", "hpc_swe.tasks.check", "configs/swepdb.toml", *words]
+    line = [sys.executable, "-m", "hpc_swe.check", "configs/swepdb.toml", *words]
     line += ["--out", str(tmp_path / "checked.jsonl"), "--runs", "1", "--jobs", "2"]
     done = subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

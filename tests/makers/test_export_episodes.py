@@ -98,7 +98,7 @@ def run(tmp_path, config):
 
 
 def export(run: RunDir, out: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    line = [sys.executable, "-m", "hpc_swe.tasks.export_episodes", str(run.root), "--out", str(out), *words]
+    line = [sys.executable, "-m", "hpc_swe.export_episodes", str(run.root), "--out", str(out), *words]
     return subprocess.run(
         line, cwd=ROOT, env=environment(COLUMNS="200"), capture_output=True, text=True, timeout=600
     )

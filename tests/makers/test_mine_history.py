@@ -25,7 +25,7 @@ from tests.kit.histories import commit, make
 from tests.kit.toy import git
 from tests.kit.waiting import until
 
-COMMAND = [sys.executable, "-m", "hpc_swe.tasks.mine_history"]
+COMMAND = [sys.executable, "-m", "hpc_swe.mine_history"]
 
 
 @pytest.fixture(scope="module")
@@ -275,7 +275,7 @@ def assert_usable(files: list[str], out: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "hpc_swe.tasks.check",
+        "hpc_swe.check",
         *files,
         "--out",
         str(out),

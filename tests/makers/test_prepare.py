@@ -36,7 +36,7 @@ NEWER = {
 
 def prepare(source: object, out: Path, *words: object, cache: Path | None = None) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "hpc_swe.tasks.prepare", str(source), "--out", out, *map(str, words)],
+        [sys.executable, "-m", "hpc_swe.prepare", str(source), "--out", out, *map(str, words)],
         cwd=ROOT,
         env=os.environ
         | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(cache or out.parent / "hf"), "COLUMNS": "200"},

@@ -43,7 +43,7 @@ def evaluation(tmp_path):
 
 
 def select(evaluation, rows, *words):
-    line = [sys.executable, "-m", "hpc_swe.tasks.select_rows", evaluation, rows, *words]
+    line = [sys.executable, "-m", "hpc_swe.select_rows", evaluation, rows, *words]
     return subprocess.run(
         [*map(str, line)], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=DEADLINE_S
     )

@@ -1,7 +1,7 @@
 """Read conversations that any program wrote: rows of a parquet or JSONL file in chat form.
 
 A row has `messages` as OpenAI's API has them, and may have `tools`, `enable_thinking` and `task_id`. A row of
-`hpc_swe.tasks.export_episodes` has the recorded token ids, too. Other columns are ignored.
+`hpc_swe.export_episodes` has the recorded token ids, too. Other columns are ignored.
 """
 
 import json

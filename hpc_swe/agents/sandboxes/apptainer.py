@@ -116,7 +116,7 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
             return file
         raise ConfigError(
             f"[sandbox] images: no {name}.sif in {self.images}: run containers/build_image.sh, "
-            "or python -m hpc_swe.tasks.build_images for tasks of SWE-bench"
+            "or python -m hpc_swe.build_images for tasks of SWE-bench"
         )
 
     def _containers(self) -> WarmContainers:

@@ -185,7 +185,7 @@ class Sandboxes(Protocol):
 
 @runtime_checkable
 class ImageSandboxes(Sandboxes, Protocol):
-    """Mark sandboxes that run image files of one folder, which `hpc_swe.tasks.build_images` fills."""
+    """Mark sandboxes that run image files of one folder, which `hpc_swe.build_images` fills."""
 
     images: str
     """Folder of ``<image>.sif`` files."""

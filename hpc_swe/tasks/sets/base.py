@@ -70,7 +70,7 @@ class Composed(Taskset, Referenced, Protocol):
 
 @runtime_checkable
 class CheckedTasks(Taskset, Referenced, Protocol):
-    """A taskset that can leave out the tasks that `hpc_swe.tasks.check` did not find usable."""
+    """A taskset that can leave out the tasks that `hpc_swe.check` did not find usable."""
 
     checked: str
     """File of task checks, of which only usable tasks are taken; empty takes all tasks."""

@@ -133,7 +133,7 @@ class Programs(Plugin, frozen=True, kw_only=True):
         except ConfigError as error:
             raise ConfigError(
                 f"[taskset] {split} = {source!r}: {error}; rows have task_id and files of path and content, "
-                "or the columns of a published set; hpc_swe.tasks.prepare --skip-bad leaves bad rows out"
+                "or the columns of a published set; hpc_swe.prepare --skip-bad leaves bad rows out"
             ) from None
         return found
 

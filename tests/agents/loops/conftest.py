@@ -28,7 +28,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, long_model: Path) -> World:
     (folder / "requirements").write_text("")
     made = World(folder, rows, folder / "images", long_model)
     settings = overlay(made, [], folder / "build.toml")
-    command = [sys.executable, "-m", "hpc_swe.tasks.build_images", "configs/swebench.toml", str(settings)]
+    command = [sys.executable, "-m", "hpc_swe.build_images", "configs/swebench.toml", str(settings)]
     command += [
         f"--base={BASE_IMAGE}",
         f"--repository={folder / 'calc'}",

@@ -101,7 +101,7 @@ def command(out: Path, *words: str) -> list[str]:
     return [
         sys.executable,
         "-m",
-        "hpc_swe.tasks.make_bugs",
+        "hpc_swe.make_bugs",
         *words[:1],
         "--out",
         str(out),

@@ -130,7 +130,7 @@ def test_a_place_for_images_that_is_no_folder_is_one_clear_error(tmp_path, place
 
 def test_the_command_wants_swebench_tasks(tmp_path):
     words = ["configs/demo.toml", f"--repository={tmp_path}", f"--requirements={tmp_path}"]
-    command = [sys.executable, "-m", "hpc_swe.tasks.build_images", *words]
+    command = [sys.executable, "-m", "hpc_swe.build_images", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 2
     assert "taskset.type = 'swebench'" in done.stderr

@@ -67,7 +67,7 @@ def command(folder: Path, source: str, *rows: dict[str, object]) -> list[str]:
         "--from",
         source,
     ]
-    return [sys.executable, "-m", "hpc_swe.tasks.build_images", *words]
+    return [sys.executable, "-m", "hpc_swe.build_images", *words]
 
 
 def run(words: list[str]) -> "subprocess.CompletedProcess[str]":

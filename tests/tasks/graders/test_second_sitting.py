@@ -576,7 +576,7 @@ def test_what_does_not_resolve_is_sat_twice_at_most(repository, tmp_path):
 
 def test_changes_of_other_tests_than_were_checked_are_refused(repository, tmp_path):
     one = task(tmp_path, "unittest", repository[1])
-    with pytest.raises(ConfigError, match="toy__unittest-1: .*another test patch.*hpc_swe.tasks.check"):
+    with pytest.raises(ConfigError, match="toy__unittest-1: .*another test patch.*hpc_swe.check"):
         hidden_tests.encode_versions(
             one, [Version(edits=[HiddenEdit(start=3, old="nothing", new="x")], tests=[], unsure=[])]
         )
