@@ -6,8 +6,10 @@ Each command of a block has its program, options and files looked up. What has a
 `--dry-run`) is planned as well. What needs a cluster, a run or the network is named with that reason.
 """
 
+import contextlib
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -19,6 +21,7 @@ from functools import cache
 from pathlib import Path
 
 from tests.kit.checkout import ROOT
+from tests.kit.crash import FORK
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = {
@@ -146,8 +149,20 @@ def help_of(module: str, words: list[str]) -> str:
 
 @cache
 def said(module: str, *verb: str) -> str:
-    line = [sys.executable, "-m", module, *verb, "--help"]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S).stdout
+    with tempfile.TemporaryFile("w+") as file:
+        child = FORK.Process(target=speak, args=(file.fileno(), module, *verb, "--help"))
+        child.start()
+        child.join(LIMIT_S)
+        file.seek(0)
+        return file.read()
+
+
+def speak(output: int, module: str, *words: str) -> None:
+    """Be a command: a fork of this process has most of what it imports."""
+    os.chdir(ROOT)
+    sys.argv = [module, *words]
+    with os.fdopen(output, "w", closefd=False) as file, contextlib.redirect_stdout(file):
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def failure(line: list[str]) -> str:

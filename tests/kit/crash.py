@@ -13,6 +13,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from tests.kit.waiting import DEADLINE_S
+
 FORK = mp.get_context("fork")
 EVENTS = {"open", "os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "os.listdir", "os.scandir"}
 DIED = 77
@@ -45,7 +47,7 @@ def in_child(target: Callable[..., object], *args: Any) -> int:
     """Exit status of a forked process."""
     child = FORK.Process(target=target, args=args)
     child.start()
-    child.join(180)
+    child.join(DEADLINE_S)
     assert child.exitcode is not None, "hangs"
     return child.exitcode
 

@@ -1,11 +1,11 @@
 """The route for samples, with an engine client that does what a test tells it.
 
-It runs in processes of its own, since vLLM changes the environment of the process that imports it.
+It runs in one process of its own, since vLLM changes the environment of the process that imports it.
 """
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,7 +54,7 @@ def ask(engine: Engine, messages: "asyncio.Queue[dict[str, Any]]", sent: list[di
     return SampleRoute(no_app)({"type": "http", "path": SAMPLE, "app": app}, messages.get, send)
 
 
-async def leave() -> None:
+async def a_client_that_leaves_ends_what_is_sampled_for_it() -> None:
     engine, messages, sent = Engine(), asyncio.Queue[dict[str, Any]](), list[dict[str, Any]]()
     asking = asyncio.create_task(ask(engine, messages, sent))
     messages.put_nowait({"type": "http.request", "body": REQUEST[:9], "more_body": True})
@@ -73,14 +73,15 @@ async def answered(engine: Engine, body: bytes = REQUEST) -> tuple[int, bytes]:
     return sent[0]["status"], sent[1]["body"]
 
 
-async def be_refused() -> None:
+async def a_refused_or_unreadable_request_is_answered_with_the_reason() -> None:
     assert await answered(Engine(ValueError("too long"))) == (400, b"too long")
     for body in (b"{}", REQUEST.replace(b"5", b"-5")):
         status, why = await answered(Engine(), body)
         assert (status, b"token_ids" in why) == (400, True)
 
 
-async def die() -> None:
+async def the_death_of_an_engine_is_one_short_answer_for_each_request() -> None:
+    """An error that leaves the route is logged, and vLLM raises one object for all requests."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     error = EngineDeadError()
@@ -89,7 +90,8 @@ async def die() -> None:
     assert all(len(why) < 300 and why.startswith(b"EngineDeadError: ") for _, why in found)
 
 
-async def describe() -> None:
+async def results_of_each_release_become_the_same_answer() -> None:
+    """Those of 0.26 name no weights."""
     from vllm.logprobs import FlatLogprobs
 
     from hpc_swe.models.engines._vllm_samples import _describe
@@ -112,23 +114,12 @@ async def describe() -> None:
     assert (answer.prompt_logprobs, answer.routed_experts) == (None, None)
 
 
-def run(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(scene())
+def play() -> None:
+    asyncio.run(a_client_that_leaves_ends_what_is_sampled_for_it())
+    asyncio.run(a_refused_or_unreadable_request_is_answered_with_the_reason())
+    asyncio.run(the_death_of_an_engine_is_one_short_answer_for_each_request())
+    asyncio.run(results_of_each_release_become_the_same_answer())
 
 
-def test_a_client_that_leaves_ends_what_is_sampled_for_it() -> None:
-    assert in_child(run, leave) == 0
-
-
-def test_a_refused_or_unreadable_request_is_answered_with_the_reason() -> None:
-    assert in_child(run, be_refused) == 0
-
-
-def test_the_death_of_an_engine_is_one_short_answer_for_each_request() -> None:
-    """An error that leaves the route is logged, and vLLM raises one object for all requests."""
-    assert in_child(run, die) == 0
-
-
-def test_results_of_each_release_become_the_same_answer() -> None:
-    """Those of 0.26 name no weights."""
-    assert in_child(run, describe) == 0
+def test_requests_end_with_clients_refusals_and_engines_and_mean_the_same() -> None:
+    assert in_child(play) == 0
