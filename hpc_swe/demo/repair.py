@@ -162,7 +162,7 @@ class Repair:
         words = ["--statement=function", f"--limit={limit}", f"--out={folder}"]
         words += [f"--library={self.library}"] if self.library else []
         judges = [word for word in self.words if "=" not in word or word.startswith(("sandbox", "grader"))]
-        _call("tasks.make_bugs", *self.sources, "--config", *judges, *words)
+        _call("make_bugs", *self.sources, "--config", *judges, *words)
         if not held_out.is_file():
             raise ConfigError(
                 f"{held_out}: no held-out task was made; raise tasks.eval, or name more code by --sources"
@@ -177,7 +177,7 @@ class Repair:
         if not chosen.exists():
             count = self.config().tasks.train
             run = self.evaluation("rate", self.model, "sampled", self.rate, rows, f"tasks.eval={count}")
-            _call("tasks.select_rows", str(run.root), str(rows), f"--out={chosen}")
+            _call("select_rows", str(run.root), str(rows), f"--out={chosen}")
         return chosen
 
     def evaluation(
@@ -197,7 +197,7 @@ class Repair:
         answers = self.root / "rewarded.parquet"
         if kind == "rejection" and not answers.exists():
             rate = str(self.root / "rate")
-            _call("tasks.export_episodes", rate, f"--tasks={rows}", f"--out={answers}")
+            _call("export_episodes", rate, f"--tasks={rows}", f"--out={answers}")
         return self.stage(f"{kind}-{self.seed}", self.config_of(kind, rows), self.hours)
 
     def config_of(self, kind: str, rows: Path) -> RunConfig:

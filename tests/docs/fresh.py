@@ -102,7 +102,7 @@ RULES = (
         PLANNED,
         r"\1 {long} {cpu} --run runs/x \2",
     ),
-    (r"(python -m hpc_swe\.launch start --run) (?:RUN \[KEY=VALUE\.\.\.\]|COPY|runs/mine)", RUN, r"\1 runs/mine"),
+    (r"(python -m hpc_swe\.launch start --run) (?:RUN \[KEY=VALUE\.\.\.\]|\S+)", RUN, r"\1 runs/mine"),
     (r"(python -m hpc_swe\.launch (?:tick|stop)) \S+(.*)", RUN, r"\1 runs/mine\2"),
     (r"(python -m hpc_swe\.launch keys) \[PREFIX\]", RUN, r"\1 groups"),
     (r"python -m hpc_swe\.launch keys(?: groups)?", RUN, r"\g<0>"),
