@@ -4,18 +4,18 @@ A test that expects something else contradicts the test that it was made from: c
 fails the other, unless its values do not really compare. So only the expected side of an assertion is used,
 and only assertions that every passing run of the test reaches: those in the test's own body, in its `with`
 blocks and in loops over literal tables. Literals are best. Where there are none, `_typed` finds other values
-of the same type. The last resort is a twist, which a test rarely has by itself: the opposite assertion, an
-exception that nobody expects, or one more level of brackets.
+of the same type.
 """
 
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
-from hpc_swe.tasks.graders._typed import Twist, Vocabulary, is_measured, typed
+from hpc_swe.tasks.graders._scopes import own_nodes
+from hpc_swe.tasks.graders._typed import Twist, Vocabulary, typed
 
 _EQUAL = {"assertEqual", "assertEquals", "assertIs", "assertAlmostEqual", "assertCountEqual"}
 _EQUAL |= {f"assert{kind}Equal" for kind in ("List", "Tuple", "Set", "Dict", "Sequence", "MultiLine")}
@@ -33,15 +33,7 @@ _MAKERS = {"Decimal", "timedelta", "set", "frozenset", "list", "tuple", "dict", 
 _TEXTS = {"format", "encode", "strip", "lstrip", "rstrip"}
 """Methods of a literal text that keep its words."""
 _LEAVES = (ast.Return, ast.Yield, ast.YieldFrom, ast.Break, ast.Continue)
-_APART = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _SWALLOWS = re.compile("raises|suppress", re.IGNORECASE)
-_OPPOSITES = {"assertTrue": "assertFalse", "assertIsNone": "assertIsNotNone", "assertIn": "assertNotIn"}
-_OPPOSITES |= {"assertEqual": "assertNotEqual", "assertIs": "assertIsNot", "assertRegex": "assertNotRegex"}
-_OPPOSITES |= {"assertIsInstance": "assertNotIsInstance", "assertContains": "assertNotContains"}
-_OPPOSITES |= {no: yes for yes, no in _OPPOSITES.items()}
-_ANOTHER_ERROR = "ZeroDivisionError"
-_OPENED: dict[type, str] = {ast.List: "[None, ", ast.Set: "{None, ", ast.Dict: "{None: None, "}
-"""Type of a value -> its opening bracket with one more member."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +72,6 @@ class Reader:
                 if sum(map(bool, found)) == 1:
                     yield from ((constant, one.is_within) for constants in found for constant in constants)
 
-    def twists(self) -> Iterator[Twist]:
-        """Yield the ways to contradict the test without changing a literal."""
-        for node in chain.from_iterable(map(_checks, self.reached)):
-            yield from _of_condition(node.test) if isinstance(node, ast.Assert) else _of_twisted(node)
-
     def typed(self, known: Vocabulary) -> Iterator[Twist | ast.Constant]:
         """Yield the ways to expect another value of the same type, apart from expected literals."""
         for node in chain.from_iterable(map(_checks, self.reached)):
@@ -92,7 +79,7 @@ class Reader:
 
     def _walk(self, body: list[ast.stmt]) -> None:
         """Collect what names are bound to, and the statements that each run reaches if none before fails."""
-        if any(isinstance(node, _LEAVES) for node in _own(body)):
+        if any(isinstance(node, _LEAVES) for node in own_nodes(body)):
             return
         for statement in body:
             self.reached.append(statement)
@@ -152,14 +139,6 @@ def _is_load(node: ast.Name) -> bool:
     return isinstance(node.ctx, ast.Load)
 
 
-def _own(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """Yield nodes and the nodes in them, without functions that are defined there."""
-    for node in nodes:
-        if not isinstance(node, _APART):
-            yield node
-            yield from _own(ast.iter_child_nodes(node))
-
-
 def _checks(statement: ast.stmt) -> list[ast.expr | ast.Assert]:
     """Return what a statement itself calls or asserts, without the statements in it."""
     match statement:
@@ -214,39 +193,6 @@ def _is_helper(name: str) -> bool:
     import unittest
 
     return bool(re.match("assert(?!.*[Nn]ot)", name)) and not hasattr(unittest.TestCase, name)
-
-
-def _of_condition(test: ast.expr) -> Iterator[Twist]:
-    match test:
-        case ast.Compare(ops=[ast.Eq()], comparators=[right]):
-            yield from _bracketed(right)
-        case ast.Compare() | ast.Call() | ast.Name() | ast.Attribute() if not is_measured(test):
-            yield Twist(test.lineno, test.col_offset, test.col_offset, ("not ",))
-
-
-def _of_twisted(call: ast.expr) -> Iterator[Twist]:
-    match call:
-        case ast.Call(func=ast.Attribute(attr=name), args=[_, right, *_]) if name in _EQUAL:
-            yield from _bracketed(right)
-        case ast.Call(func=ast.Attribute(attr=name) as func, args=args):
-            if name in ("assertRaises", "assertRaisesMessage", "assertRaisesRegex", "raises") and args:
-                yield from _replaced(args[0], _ANOTHER_ERROR)
-            elif name in _OPPOSITES and not any(map(is_measured, args)):
-                line, end = func.end_lineno or 0, func.end_col_offset or 0
-                yield Twist(line, end - len(name), end, (_OPPOSITES[name],))
-
-
-def _bracketed(value: ast.expr) -> Iterator[Twist]:
-    """Yield the twist that adds a member to a value, or a level of brackets around it."""
-    if type(value) in _OPENED:
-        yield Twist(value.lineno, value.col_offset, value.col_offset + 1, (_OPENED[type(value)],))
-    else:
-        yield from _replaced(value, "[{}]")
-
-
-def _replaced(value: ast.expr, new: str) -> Iterator[Twist]:
-    if value.lineno == value.end_lineno and value.end_col_offset is not None:
-        yield Twist(value.lineno, value.col_offset, value.end_col_offset, (new,))
 
 
 def _leaves(node: ast.expr) -> Iterator[ast.Constant | ast.Name]:  # noqa: C901  (one case for each kind of node)

@@ -61,8 +61,6 @@ class Test:
     literals: tuple[Place, ...]
     typed: tuple[Place, ...]
     """Places where another value of the same type may be expected; the reference shows which it fails."""
-    twists: tuple[Place, ...]
-    """Last resorts: changes that a test rarely has by itself."""
     words: tuple[str, ...] = ()
     """Words of the texts in the test."""
 
@@ -86,7 +84,6 @@ def tests(text: str) -> list[Test]:
             doc=(ast.get_docstring(node) or "").split("\n")[0].strip(),
             literals=finder.literals(node),
             typed=finder.typed(node),
-            twists=finder.twists(node),
             words=_words(node),
         )
         for owner, node in functions(module.body)
@@ -168,9 +165,6 @@ class _PlaceFinder:
         for one in Reader(test).typed(self._known):
             found += [*self.places(one, False)] if isinstance(one, ast.Constant) else [self._twisted(one)]
         return tuple(dict.fromkeys(found))
-
-    def twists(self, test: TestFunction) -> tuple[Place, ...]:
-        return tuple(map(self._twisted, Reader(test).twists()))
 
     def _twisted(self, twist: Twist) -> Place:
         start, end = (self._column(twist.line, offset) for offset in (twist.start, twist.end))

@@ -192,15 +192,15 @@ class ChangeableTest:
     spots: list[_Spot]
     patch: str
     words: tuple[tuple[str, ...], ...]
-    kind: Literal["exact", "typed", "form"] = "exact"
+    is_exact: bool
+    """Whether an assertion requires the value that is changed, and does not look for it in a longer text."""
     is_passing: bool = False
     """Whether the tests pass without a solution too."""
 
     def edit(self, spot: _Spot, draw: Random) -> HiddenEdit:
         """Choose texts for a place; only where a literal must be equal is one as good as another."""
         place, begin = spot
-        is_exact = self.kind == "exact" and not place.is_within
-        drawn = [_places.replacement(place, self.words, draw) for _ in range(TEXTS if is_exact else 1)]
+        drawn = [_places.replacement(place, self.words, draw) for _ in range(TEXTS if self.is_exact else 1)]
         new, *more = dict.fromkeys(drawn)
         line = self.patch[begin:].split("\n", 1)[0]
         if line[0] == "+":
@@ -213,8 +213,7 @@ class ChangeableTest:
 def candidates_of(task: Task, texts: Mapping[str, str]) -> list[ChangeableTest]:
     """Find wanted tests that expect values on lines of the test patch.
 
-    A change that only changed tests would have is the last resort, since it would show them all. Tests that
-    pass anyway are taken on added lines: others show what they were.
+    Tests that pass anyway are taken on added lines: others show what they were.
     """
     patch = task.tests.extra["test_patch"]
     begins = _begins(patch)
@@ -228,25 +227,19 @@ def candidates_of(task: Task, texts: Mapping[str, str]) -> list[ChangeableTest]:
         for path, test, names in named:
             if own := [name for name in names if shared[name] == 1]:
                 lines = texts[path].split("\n")
-                for kind, places in _kinds(test):
+                exact = tuple(place for place in test.literals if not place.is_within)
+                within = tuple(place for place in test.literals if place.is_within)
+                for places in (exact, within + test.typed):
                     begun = [(place, begins.get((path, place.line), len(patch))) for place in places]
                     spots = [one for one in begun if patch.startswith(lines[one[0].line - 1], one[1] + 1)]
                     new = [one for one in spots if patch[one[1]] == "+"]
                     is_passing = wanted is not task.tests.fail_to_pass
                     if spots := new or ([] if is_passing else spots):
-                        found.append(ChangeableTest(own, spots, patch, (test.words, words), kind, is_passing))
+                        known = test.words, words
+                        found.append(ChangeableTest(own, spots, patch, known, places is exact, is_passing))
                         break
     needed = [one for one in found if not one.is_passing]
-    natural = [one for one in needed if one.kind != "form"] or needed
-    passing = [one for one in found if one.is_passing and (one.kind != "form" or not needed)]
-    return [*natural, *passing[:MOST_PASSING]]
-
-
-def _kinds(test: Test) -> list[tuple[Literal["exact", "typed", "form"], tuple[Place, ...]]]:
-    """Return the places of a test, the best ones first."""
-    exact = tuple(place for place in test.literals if not place.is_within)
-    within = tuple(place for place in test.literals if place.is_within)
-    return [("exact", exact), ("typed", within + test.typed), ("form", test.twists)]
+    return [*needed, *[one for one in found if one.is_passing][:MOST_PASSING]]
 
 
 def _begins(patch: str) -> dict[tuple[str, int], int]:

@@ -109,7 +109,7 @@ def test_only_what_each_passing_run_must_expect_is_a_place(lines, pieces):
 )
 def test_what_two_runs_need_not_agree_on_is_left_alone(line):
     (test,) = _places.tests(body(line))
-    assert test.literals == test.typed == test.twists == ()
+    assert test.literals == test.typed == ()
 
 
 KNOWN = "from errors import FoundError, LostError, Oh\nfrom shapes import Circle, Square\n"
