@@ -21,7 +21,6 @@ from hpc_swe.launch.doctor import examine
 from hpc_swe.launch.doctor.findings import Finding
 from hpc_swe.launch.view import Queue, RunView
 from hpc_swe.makers import check, prepare
-from hpc_swe.tasks.swebench_rows import Row
 from hpc_swe.tasks.task_checks import Seconds, TaskCheck
 from hpc_swe.view import exhibits, status
 from hpc_swe.view.evaluation import results
@@ -97,9 +96,7 @@ def test_table_of_checked_tasks():
 
 
 def test_table_of_prepared_tasks():
-    fields = {"instance_id": "i", "base_commit": "b", "problem_statement": "p", "patch": "", "test_patch": ""}
-    fields |= {"FAIL_TO_PASS": ["t"], "PASS_TO_PASS": []}
-    rows = [prepare.Prepared(Row(**fields, repo=LONG, version=f"{n}.0"), {}) for n in range(40)]
+    rows = [prepare.Prepared(LONG, f"{n}.0", "its eval script", {}) for n in range(40)]
     lines = printed(prepare.overview(rows))
     assert starts(lines, LONG) >= 1, lines
 
