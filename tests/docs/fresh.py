@@ -102,6 +102,7 @@ RULES = (
         PLANNED,
         r"\1 {long} {cpu} --run runs/x \2",
     ),
+    (r"python -m hpc_swe\.launch start --run \S+ --upgrade .*", LOOKED_UP, CLUSTER),
     (r"(python -m hpc_swe\.launch start --run) (?:RUN \[KEY=VALUE\.\.\.\]|\S+)", RUN, r"\1 runs/mine"),
     (r"(python -m hpc_swe\.launch (?:tick|stop)) \S+(.*)", RUN, r"\1 runs/mine\2"),
     (r"(python -m hpc_swe\.launch keys) \[PREFIX\]", RUN, r"\1 groups"),

@@ -2,5 +2,5 @@
 
 pi are the weights being trained, mu those that sampled the tokens, and A is the advantage. To add an
 objective, write `<name>.py` here with a subclass of `TokenObjective` called `<Name>`, and add the name to
-`LossConfig.objective`. Nothing else has to change.
+`LossConfig.objective`; config/conflicts.py lists which objectives read a bound.
 """
