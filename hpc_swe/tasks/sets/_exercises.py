@@ -22,6 +22,15 @@ _TYPING = "from typing import *\n\n\n"
 """Published starter codes take these names for granted."""
 _FUTURE = "from __future__ import annotations\n\n\n"
 """What annotations name may lack its import."""
+_HELPERS = """import collections, decimal, fractions, functools, itertools, json, math, operator, re, string
+import numpy as np
+from collections import Counter, OrderedDict, defaultdict, deque
+from datetime import date, datetime, timedelta
+from decimal import Decimal
+from fractions import Fraction
+from math import isclose, isinf, isnan, sqrt
+"""
+"""What published assertions take for granted, where no solution shows its imports."""
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -39,24 +48,33 @@ class Exercise:
     def of_module(self, column: str, tests: str) -> dict[str, Any]:
         """Return a row whose tests are a module for pytest; many leave out their import from `solution`."""
         source = read(column, tests)
-        names = _imported(source)
-        if not names:
-            used = {node.id for node in ast.walk(source.tree) if isinstance(node, ast.Name)}
-            names = sorted(used & _defined(self.solution))
-            tests = f"from solution import {', '.join(names)}\n\n{tests}"
-        if not names:
-            raise ValueError(f"column {column} uses nothing of the solution")
+        names, stars = _imported(source), _stars(source)
+        if stars or not names:
+            used = _used(ast.walk(source.tree))
+            own = [name for name in used if name in _defined(self.solution)]
+            if not own:
+                raise ValueError(f"column {column} uses nothing of the solution")
+            given = "; ".join([*_imports(self.solution, used), f"from solution import {', '.join(own)}"])
+            tests = source.with_changes((one, given) for one in stars) if stars else f"{given}\n\n{tests}"
+            names += own
         return self._row(_WRITE, unwritten(self.solution, names), tests)
 
     def of_assertions(self, column: str, texts: Sequence[str], set_up: Iterable[str]) -> dict[str, Any]:
-        """Return a row of assertions; each becomes a test."""
+        """Return a row of assertions; each becomes a test.
+
+        They get what is asked, and no other name of the solution: it could replace `sorted` or `Counter`.
+        """
         sources = [read(f"{column}[{n}]", text) for n, text in enumerate(texts)]
-        called = _called(node for source in sources for node in ast.walk(source.tree))
-        known = _defined(self.solution) if self.solution else called.keys() - vars(builtins).keys()
-        names = [one for one in called if one in known]
+        prepared = "\n".join(filter(None, set_up))
+        trees = [read(f"{column}, set-up", prepared).tree, *(source.tree for source in sources)]
+        nodes = [node for tree in trees for node in ast.walk(tree)]
+        known = _defined(self.solution) if self.solution else _asked(column, nodes)
+        used = _used(nodes)
+        names = [one for one in used if one in known]
         if not names:
             raise ValueError(f"column {column}: its assertions call no function of the solution")
-        lines = [f"from solution import *\nfrom solution import {', '.join(names)}", *filter(None, set_up)]
+        lines = _imports(self.solution or _HELPERS, used)
+        lines += [f"from solution import {', '.join(names)}", prepared]
         for n, source in enumerate(sources):  # on one line, since strings of several lines cannot be indented
             lines.append(f"\ndef test_{n}(): " + "; ".join(map(source.segment, source.tree.body)))
         tests = "\n".join(lines) + "\n"
@@ -118,7 +136,12 @@ def first_python(texts: Iterable[str], name: str = "") -> str:
 
 
 def unwritten(code: str, names: Collection[str], above: str = _FUTURE) -> str:
-    """Return the heads of functions and classes, with nothing written in them; `*` stands for all."""
+    """Return the heads of functions and classes, with nothing written in them; `*` stands for all.
+
+    Raise ValueError if pytest would take one of these names for that of a test.
+    """
+    if tests := [name for name in names if name.startswith(("test", "Test"))]:
+        raise ValueError(f"it asks for {tests[0]}, which pytest would run as a test")
     found = {node.name: node for node in parse(code).body if isinstance(node, _Definition)}
     wanted = found if "*" in names else {name: found.get(name) for name in names}
     parts = [
@@ -151,10 +174,40 @@ def _defined(code: str) -> set[str]:
     return {node.name for node in parse(code).body if isinstance(node, _Definition)}
 
 
-def _called(nodes: Iterable[ast.AST]) -> dict[str, None]:
-    """Return the names that are called, in their order."""
-    calls = (node.func for node in nodes if isinstance(node, ast.Call))
-    return dict.fromkeys(function.id for function in calls if isinstance(function, ast.Name))
+def _used(nodes: Iterable[ast.AST]) -> dict[str, None]:
+    """Return the names that occur, in their order."""
+    return dict.fromkeys(node.id for node in nodes if isinstance(node, ast.Name))
+
+
+def _asked(column: str, nodes: Iterable[ast.AST]) -> list[str]:
+    """Return the functions that assertions call and neither Python nor they themselves give."""
+    called = _used(node.func for node in nodes if isinstance(node, ast.Call))
+    bound = {node.arg for node in nodes if isinstance(node, ast.arg)}
+    bound |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    bound |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
+    names = [one for one in called if one not in bound and not hasattr(builtins, one)]
+    asked = [one for one in names if not _imports(_HELPERS, [one])]
+    if not asked and len(names) > 1:
+        raise ValueError(f"column {column}: which of {', '.join(names)} is asked?")
+    return asked or names  # a library has a function of the asked name, too
+
+
+def _imports(code: str, used: Collection[str]) -> list[str]:
+    """Return the imports of a module that give used names, as far as they do; a star may give any."""
+    nodes = [node for node in parse(code).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    for node in nodes:
+        names = {one: one.asname or one.name.partition(".")[0] for one in node.names}
+        node.names = [one for one, name in names.items() if name in used or name == "*"]
+    return [ast.unparse(node) for node in nodes if node.names]
+
+
+def _stars(source: PythonText) -> list[ast.ImportFrom]:
+    """Return the imports of all names of the solution."""
+    return [
+        node
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "solution" and node.names[0].name == "*"
+    ]
 
 
 def _imported(source: PythonText) -> list[str]:

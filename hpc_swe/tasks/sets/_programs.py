@@ -15,6 +15,7 @@ import msgspec
 
 from hpc_swe.base.errors import ConfigError, boundary
 from hpc_swe.base.syntax import PythonText, parse, require_shallow
+from hpc_swe.tasks.sets._exercises import first_python
 from hpc_swe.tasks.sets._published import published
 from hpc_swe.tasks.swebench_rows import columns, read_records
 from hpc_swe.tasks.visible_tests import TESTS
@@ -25,6 +26,7 @@ STATEMENT = "Some tests of this program fail. Find the fault and repair it, so t
 WRITE = "Write the function in solution.py that is described there, so that all tests pass."
 MOST_BYTES = 1_000_000
 """Size of the largest file of a folder that becomes part of a task."""
+_NO_BODY = "    raise NotImplementedError\n"
 _LEFT_OUT = {FIXED, ".git", "__pycache__", ".pytest_cache"}
 
 
@@ -214,8 +216,8 @@ def _by_path(files: Iterable[File]) -> dict[str, str]:
 def _of_humaneval(row: _Row) -> Program:
     """Join the header, which says what is asked, with each of the two bodies; the first may be missing."""
     head = row.prompt or row.declaration
-    given = row.buggy_solution or "    raise NotImplementedError\n"
-    tests = _tests_of_check(row.test, row.entry_point)
+    given = row.buggy_solution or _NO_BODY
+    tests = _tests_of_check(row.test, row.entry_point, head)
     return Program(
         task_id=row.task_id.replace("/", "-"),
         statement=row.problem_statement or (STATEMENT if row.buggy_solution else WRITE),
@@ -225,10 +227,11 @@ def _of_humaneval(row: _Row) -> Program:
     )
 
 
-def _tests_of_check(text: str, entry_point: str) -> str:
+def _tests_of_check(text: str, entry_point: str, head: str) -> str:
     """Turn the function ``check(candidate)`` and its call into a test for pytest.
 
-    Raise ValueError if there is no such function.
+    The test has its own copy of what stands above the function, which a patch could replace. Raise ValueError
+    if there is no such function.
     """
     source = PythonText(text)
     module = source.tree
@@ -240,7 +243,9 @@ def _tests_of_check(text: str, entry_point: str) -> str:
     changes = [
         (n, "pass") for n in check.body if isinstance(n, ast.Assert) and isinstance(n.test, ast.Constant)
     ]
-    lines = ["from solution import *", f"from solution import {entry_point}", *map(source.segment, own)]
+    given = PythonText(first_python([head + _NO_BODY]))
+    lines = [given.segment(n) for n in given.tree.body if getattr(n, "name", "") != entry_point]
+    lines += [f"from solution import {entry_point}", *map(source.segment, own)]
     lines += [f"{name} = {entry_point}"] if name != entry_point else []
     return "\n".join(lines) + f"\n\n\ndef test_check():\n{source.block(check.body, changes)}\n"
 

@@ -18,7 +18,19 @@ from hpc_swe.tasks import patch
 from hpc_swe.tasks.graders.pytest import Pytest
 from hpc_swe.tasks.sets.programs import Programs
 from hpc_swe.tasks.visible_tests import ids_of_tests
-from tests.kit.published import CALLS, ROWS, SUM, SUMS, cases, kodcode, live_code_bench, mbpp, taco
+from tests.kit.published import (
+    CALLS,
+    ROWS,
+    SUM,
+    SUMS,
+    acecode,
+    cases,
+    humaneval,
+    kodcode,
+    live_code_bench,
+    mbpp,
+    taco,
+)
 
 
 def programs(folder: Path, *rows: dict[str, Any], timeout_s: float = 60.0) -> Programs:
@@ -85,6 +97,71 @@ def test_visible_answers_by_heart_are_not_paid(tmp_path: Path) -> None:
     assert graded(task, f"print({known!r}.get(input(), 0))\n").outcome == "unresolved"
 
 
+SIZES = [f"assert len(pair({n})) == len(range({n}, {n + 2}))" for n in range(4)]
+PAIR = "def pair(n):\n    return [n, n + 1]\n"
+COUNTS = [f"assert Counter(words({text!r})) == Counter({text.split()!r})" for text in ("a", "b a", "", "c c")]
+WORDS = "from collections import Counter\n\n\ndef words(text):\n    return text.split()\n"
+ROOT = "import math\n\n\ndef at(x):\n    return x * x - 2\n\n\ndef root():\n"
+CROWDED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "MBPP": (mbpp() | {"code": PAIR, "test_list": SIZES}, PAIR, "def pair(n): 0\ndef len(x): return 0\n"),
+    "AceCode": (
+        acecode()
+        | {"inferences": [{"completion": f"```python\n{WORDS}```", "pass_rate": 1}], "test_cases": COUNTS},
+        WORDS,
+        "def words(text): 0\ndef Counter(x): return 0\n",
+    ),
+    "AceCode without a reference": (
+        acecode() | {"inferences": [], "test_cases": COUNTS},
+        WORDS.partition("\n\n\n")[2],
+        "def words(text): 0\ndef Counter(x): return 0\n",
+    ),
+    "KodCode": (
+        kodcode()
+        | {
+            "solution": PAIR,
+            "test": "from solution import *\n"
+            + "".join(f"def test_{n}(): {one}\n" for n, one in enumerate(SIZES)),
+        },
+        PAIR,
+        "def pair(n): 0\ndef len(x): return 0\n",
+    ),
+    "HumanEval": (
+        humaneval()
+        | {
+            "prompt": ROOT,
+            "canonical_solution": "    return 2**0.5\n",
+            "test": "def check(candidate):\n    assert math.fabs(at(candidate())) < 1e-6\n",
+            "entry_point": "root",
+        },
+        f"{ROOT}    return 2**0.5\n",
+        "import math\ndef at(x): return 0\ndef root(): 0\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CROWDED)
+def test_names_that_nobody_asks_for_replace_none_of_the_tests(name: str, tmp_path: Path) -> None:
+    """Tests call libraries, built-in functions and helpers of the statement, which a program may define."""
+    row, right, cheat = CROWDED[name]
+    task = load(tmp_path, row)
+    assert graded(task, right).outcome == "resolved"
+    assert graded(task, cheat).outcome == "unresolved"
+
+
+def test_what_sets_up_a_test_may_use_classes_of_the_solution(tmp_path: Path) -> None:
+    node = "class Node:\n    def __init__(self, value):\n        self.value = value\n\n\n"
+    code = node + "def twice(node):\n    return 2 * node.value\n"
+    asked = {"test_list": ["assert twice(root) == 6"], "test_setup_code": "root = Node(3)"}
+    assert graded(load(tmp_path, mbpp() | {"code": code} | asked), code).outcome == "resolved"
+
+
+def test_a_function_that_a_library_has_too_may_be_asked_for(tmp_path: Path) -> None:
+    roots = [f"assert sqrt({n * n}) == {n}" for n in range(4)]
+    task = load(tmp_path, acecode() | {"inferences": [], "test_cases": roots})
+    assert graded(task, "def sqrt(n):\n    return int(n**0.5)\n").outcome == "resolved"
+    assert graded(task, "import math\n").outcome == "unresolved"
+
+
 def test_few_short_cases_are_shown_and_no_endless_ones_kept(tmp_path: Path) -> None:
     """A case of a megabyte would fill the first message, and hundreds of cases the time of the tests."""
     inputs = [f"{n} " * (n + 1) for n in range(300)]
@@ -134,6 +211,14 @@ def test_a_packed_text_cannot_run_code(tmp_path: Path) -> None:
         (kodcode() | {"solution": "print 1"}, r"column solution is not Python"),
         (mbpp() | {"test_list": ["assert double(1) == 2", "assert ("]}, r"test_list\[1\] is not Python"),
         (mbpp() | {"test_list": ["assert 1 == 1"]}, r"column test_list: its assertions call no function"),
+        (
+            acecode() | {"inferences": [], "test_cases": ["assert isclose(sqrt(4), 2)"]},
+            r"column test_cases: which of isclose, sqrt is asked",
+        ),
+        (
+            mbpp() | {"code": "def test_it(x): 0", "test_list": ["assert test_it(1)"]},
+            r"it asks for test_it, which pytest would run as a test",
+        ),
         (taco({}), r"APPS or TACO: column input_output: .*inputs"),
         (taco() | {"input_output": ""}, r"column input_output: "),
         (taco(SUMS | {"outputs": ["1"]}), r"column input_output: 6 inputs, but 1 outputs"),
