@@ -544,6 +544,19 @@ def test_a_change_that_the_reference_does_not_answer_is_not_chosen(repository, t
     assert [(v.tests, v.unsure) for v in versions] == [(one.tests.fail_to_pass, [])] * 2, "both places"
 
 
+@pytest.mark.parametrize("others", [["test_it (tests.test_core.Other)"], []])
+def test_tests_that_pass_anyway_are_changed_only_beside_needed_ones(repository, tmp_path, others):
+    """Alone they would cost further runs, and contradict no lie; some tasks have no others."""
+    one = task(tmp_path, "unittest", repository[1])
+    names = one.tests.fail_to_pass
+    tests = msgspec.structs.replace(one.tests, fail_to_pass=others, pass_to_pass=names)
+    one = msgspec.structs.replace(one, tests=tests)
+    came = SittingResult(passed=frozenset(others), ended=frozenset([*others, *names]))
+    texts = {"tests/test_core.py": UNITTESTS + MORE_UNITTESTS}
+    versions, _ = _second_sitting.choose_versions(one, texts, lambda _: came, Random(1))
+    assert bool(versions) == (not others)
+
+
 class FailingLater(Checkout, frozen=True, kw_only=True):
     """A host that has no more sandboxes when the first sitting is over."""
 
