@@ -1,8 +1,8 @@
 """Make node-local folders that are removed after the processes that use them die, even if killed.
 
 A file in each folder lists its owners: processes by pid and start time, within one boot and one pid
-namespace. Making a folder first sweeps all folders whose owners are dead. A folder of another user,
-namespace or program is never touched.
+namespace. Making a folder first sweeps all folders whose owners are dead, and empty ones whose maker was
+killed before it could list itself. A folder of another user, namespace or program is never touched.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ PREFIX = "hpc_swe-"
 OWNERS = "owners"
 SHARED = "shared_memory"
 MEMORY = Path("/dev/shm")
+MAKING_S = 10.0  # seconds after which nobody is about to list itself in an empty folder
 LONGEST = 40  # characters of TMPDIR: a socket's path has at most 107, and an engine adds about 50
 
 
@@ -75,8 +77,11 @@ def _is_left(folder: Path) -> bool:
     with contextlib.suppress(OSError, ValueError, TypeError):  # it is gone, or another program made it
         found = folder.lstat()
         owners = [line.split() for line in _lines(folder / OWNERS)]
-        is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-        return is_ours and bool(owners) and all(_is_dead(*owner) for owner in owners)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            return False
+        if not owners:
+            return not os.listdir(folder) and time.time() - found.st_mtime > MAKING_S
+        return all(_is_dead(*owner) for owner in owners)
     return False
 
 

@@ -1,6 +1,7 @@
 """Node-local leftovers of the dead are swept, and nothing else is."""
 
 import contextlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -74,6 +75,15 @@ def test_a_folder_that_does_not_say_whose_it_is_stays(place: Path, owners: str |
     if owners is not None:
         (folder / scratch.OWNERS).write_text(owners)
     assert scratch.sweep([place]) == []
+
+
+def test_an_empty_folder_is_swept_once_its_maker_must_have_listed_itself(place: Path) -> None:
+    empty, used = (Path(tempfile.mkdtemp(prefix=scratch.PREFIX, dir=place)) for _ in range(2))
+    (used / "file").touch()
+    assert scratch.sweep([place]) == []
+    for folder in (empty, used):
+        os.utime(folder, (0, 0))
+    assert scratch.sweep([place]) == [empty]
 
 
 def test_owners_of_another_namespace_are_unknown_and_of_another_boot_dead(place: Path) -> None:
