@@ -18,8 +18,11 @@ class StepSigns(Record, frozen=True, kw_only=True):
     """Curve -> its value, where it is finite."""
 
 
-class SignRecord(Record, frozen=True, kw_only=True):
-    """Hold the first and the last steps of a run, in order."""
+class SignRecord(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """Hold the first and the last steps of a run, in order.
+
+    What is empty is not written: a run that keeps the code of an older release knows no `bounds`.
+    """
 
     steps: list[StepSigns] = []
     reason: str = ""
@@ -39,6 +42,8 @@ def read(run: RunDir) -> SignRecord:
 def forgive(run: RunDir) -> None:
     """Forget the reason and the steps that led to it, but not the first steps, with which others compare."""
     known = read(run)
-    first = int(known.bounds.get("batches", 0))
+    first = known.steps[: int(known.bounds.get("batches", 0))]
+    if not known.bounds:
+        first = [each for place, each in enumerate(known.steps) if each.step == place]
     if known.reason:
-        atomic.put(run.stop_signs, replace(known, steps=known.steps[:first], reason=""))
+        atomic.put(run.stop_signs, replace(known, steps=first, reason=""))

@@ -59,6 +59,8 @@ def _bounds(steps: Sequence[StepSigns], config: StopConfig) -> Iterator[tuple[st
         yield "gap", "gap/k3", 1, config.gap
     if config.all_solved:
         yield "all_solved", "groups/all_solved", 1, config.all_solved
-    first = [e.values["episodes/tokens"] for e in steps[: config.batches] if "episodes/tokens" in e.values]
+    curve, begun = "episodes/tokens", steps[0].step
+    row = [each for n, each in enumerate(steps[: config.batches]) if each.step == begun + n]
+    first = [each.values[curve] for each in row if curve in each.values]
     if config.length_growth and first:
-        yield "length_growth", "episodes/tokens", 1, config.length_growth * fmean(first)
+        yield "length_growth", curve, 1, config.length_growth * fmean(first)
