@@ -5,6 +5,7 @@ Each command is a module, run as `python -m` runs it, so that both ways of calli
 
 import runpy
 import sys
+from pathlib import Path
 
 from hpc_swe import __version__
 from hpc_swe.base import cli
@@ -46,13 +47,19 @@ def main() -> int:
         print(f"hpc_swe {__version__}")
     elif name in ("--help", "-h"):
         print(_usage())
-    elif name.removeprefix("tasks.") in COMMANDS:  # as those of makers/ were called before 0.2
+    elif name in COMMANDS or _is_former_name(name):
         del sys.argv[1]
         runpy.run_module(f"hpc_swe.{name}", run_name="__main__", alter_sys=True)
     else:
         print(f"error: {name}: unknown command\n{_usage()}", file=sys.stderr)
         return 2
     return 0
+
+
+def _is_former_name(name: str) -> bool:
+    """Tell whether it names a command of makers/ as before 0.2: ``tasks.prepare``."""
+    package, _, rest = name.partition(".")
+    return package == "tasks" and rest in COMMANDS and (Path(__file__).parent / f"makers/{rest}.py").exists()
 
 
 def _usage() -> str:

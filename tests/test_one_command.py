@@ -30,10 +30,11 @@ def test_the_version_is_told() -> None:
     assert said("--version").stdout == f"hpc_swe {__version__}\n"
 
 
-def test_a_command_that_is_none_is_refused_with_those_that_are() -> None:
-    done = said("lanch")
+@pytest.mark.parametrize("name", ["lanch", "tasks.launch"])
+def test_a_command_that_is_none_is_refused_with_those_that_are(name: str) -> None:
+    done = said(name)
     assert done.returncode == 2
-    assert "lanch: unknown command" in done.stderr
+    assert f"{name}: unknown command" in done.stderr
     assert all(f"  {name} " in done.stderr for name in COMMANDS)
 
 

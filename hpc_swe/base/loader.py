@@ -57,6 +57,12 @@ def load(family: str, table: dict[str, Any]) -> Any:
     try:
         plugin = getattr(importlib.import_module(module), name or kind.title().replace("_", ""))
     except (ModuleNotFoundError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("hpc_swe.plugins"):
+            raise ConfigError(
+                f"[{_table(family)}] type = {kind!r} imports {error.name}, which is gone since 0.2; "
+                "CHANGELOG.md says what to import. For a run that was made before, call `python -m "
+                "hpc_swe.launch` or `hpc_swe.status` in the run's folder code/, which holds its own code"
+            ) from None
         if isinstance(error, ModuleNotFoundError) and not (error.name and module.startswith(error.name)):
             raise  # the plugin exists, but something that it imports does not
         raise ConfigError(

@@ -21,7 +21,8 @@ MOST_STATUS_S = 300.0
 MOST_PASSES, MOST_WITH_SQUARE = 4, 9
 """Optimizer steps for a batch that old samples stand, without the square of the log-ratio and with it."""
 REPORT_BYTES = 1_000_000
-"""Size of the largest report that tests of a right program may write; a guard of graders keeps to it."""
+"""Size up to which a sandbox gives back a report of tests. A guard of graders limits the lines of assertions
+to 0.7 times this, but not those that each test has."""
 NARROW = 0.01
 """Less than this the ratio of a sequence moves in one step of the weights only by chance."""
 _URL = re.compile(r"https?://[^/@?#\s]+(/[^@?#\s]+)?")

@@ -97,7 +97,7 @@ class Demo:
         if isinstance(config.executor, RunsHere):
             config = configuration.from_words([*words, "executor.foreground=true"])
         if not run.finished.exists():
-            run_control.start(run, config)
+            run_control.start(run, config, words)
             watched(name, run, config, 60 * self.stage_minutes)
         return run
 

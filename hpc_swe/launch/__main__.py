@@ -68,9 +68,9 @@ def _start(arguments: argparse.Namespace) -> None:
         existing.enter(run)
     config = configuration.from_words(arguments.config, base, str(run.config))
     if arguments.dry_run:
-        preview(run, config)
+        preview(run, config, arguments.config)
         return
-    print_result(run, start(run, config, upgrade=arguments.upgrade))
+    print_result(run, start(run, config, arguments.config, upgrade=arguments.upgrade))
     if arguments.wait is None:
         return
     try:

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,15 +25,23 @@ FINISH_S = 3600.0  # the longest wait of a start for jobs that an order has told
 log = logging.getLogger(__name__)
 
 
-def start(run: RunDir, config: RunConfig, *, upgrade: bool = False, finish_s: float = FINISH_S) -> TickResult:
+def start(
+    run: RunDir,
+    config: RunConfig,
+    words: Sequence[str] = (),
+    *,
+    upgrade: bool = False,
+    finish_s: float = FINISH_S,
+) -> TickResult:
     """Create the run, or continue an existing one, and submit the jobs that are missing.
 
     A run keeps the code that it was created with, unless `upgrade` is set. Raise ConfigError when the run
     exists with another configuration, or a check refuses it. Jobs that an order has told to end are awaited
     first, for `finish_s`: they would count as running, and be missing when they have ended. Defaults that a
-    release has changed since the run was made stay as they were.
+    release has changed since the run was made stay as they were, unless the `words` of the command line, from
+    which the configuration was read, give the key.
     """
-    config = upgrades.with_former_defaults(run, config)
+    config = upgrades.with_former_defaults(run, config, words)
     taken = checks.require(run, config)
     config = trajectories.resolved(run, config, taken.trajectories)
     if run.config.exists() or not create.create(run, config, taken):

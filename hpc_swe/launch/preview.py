@@ -23,9 +23,9 @@ HOST = "host memory of the learner's job on each node"
 BESIDE = "beside this: the programs themselves, and files that are read and written"
 
 
-def preview(run: RunDir, config: RunConfig) -> None:
+def preview(run: RunDir, config: RunConfig, words: Sequence[str] = ()) -> None:
     """Show what `start` would make and submit; raise ConfigError when `start` would refuse it."""
-    config = upgrades.with_former_defaults(run, config)
+    config = upgrades.with_former_defaults(run, config, words)
     try:
         taken = checks.require(run, config)
         config = trajectories.resolved(run, config, taken.trajectories)

@@ -5,7 +5,7 @@ does not name is new to the run.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hpc_swe.base.rundir import SPOOLS, RunDir
@@ -73,27 +73,34 @@ CHANGES = (
 
 
 FORMER_DEFAULTS = (
-    ("learner.optimizer.beta2", 0.95, 0.98),
-    ("learner.optimizer.warmup_steps", 0, 10),
-    ("groups.hard_max_staleness", 0, 8),
-    ("grader.cheated_reward", 0.0, -1.0),
-    ("grader.cheated_reward", -1.0, -2.0),
+    ("learner.optimizer.beta2", "", 0.95, 0.98),
+    ("learner.optimizer.warmup_steps", "", 0, 10),
+    ("groups.hard_max_staleness", "", 0, 8),
+    ("grader.cheated_reward", "pytest", 0.0, -1.0),
+    ("grader.cheated_reward", "swebench", -1.0, -2.0),
 )
-"""Key, its default in an older release, and today's. Only keys that may not change in an existing run."""
+"""Key, the type of its table if that has one, its default in an older release, and today's.
+
+Only keys that may not change in an existing run.
+"""
 
 
-def with_former_defaults(run: RunDir, config: RunConfig) -> RunConfig:
+def with_former_defaults(run: RunDir, config: RunConfig, words: Sequence[str] = ()) -> RunConfig:
     """Return the configuration with the defaults that an existing run was made with, and log which these are.
 
-    Files that leave such a key out would change what the run trains. Raise what `existing.load` does for a
-    run that trains.
+    The files and overrides of `words` would change what the run trains by leaving such a key out; one that
+    they give stays. Raise what `existing.load` does for a run that trains.
     """
     if not (run.config.exists() and run.manifest.exists()):
         return config
     old, new = (configuration.dump(each) for each in (existing.load(run, trains=True), config))
-    kept = []
-    for name, former, today in FORMER_DEFAULTS:
+    kept, given = [], configuration.given(words)
+    for name, kind, former, today in FORMER_DEFAULTS:
         *tables, key = name.split(".")
+        if configuration.at(given, (*tables, key)) is not None:
+            continue
+        if kind and configuration.at(new, (*tables, "type")) != kind:
+            continue
         if [configuration.at(tree, (*tables, key)) for tree in (old, new)] == [former, today]:
             configuration.at(new, tables)[key] = former
             kept.append(f"{name} = {former} (today {today})")

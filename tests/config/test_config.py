@@ -319,6 +319,13 @@ def test_plugin_of_your_own(read, tmp_path, monkeypatch):
     assert configuration.dump(run)["advantage"] == {"type": "my_lab:Best", "bonus": 0.5}
 
 
+def test_plugin_of_your_own_for_an_older_release_is_told_what_to_do(read, tmp_path, monkeypatch):
+    (tmp_path / "old_lab.py").write_text("from hpc_swe.plugins import Plugin\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"imports hpc_swe.plugins, which is gone .* run's folder code/"):
+        read(GOOD.replace('"grpo"', '"old_lab:Best"'))
+
+
 @pytest.mark.parametrize(
     ("given", "kept"),
     [

@@ -542,6 +542,30 @@ def test_a_run_keeps_the_defaults_of_the_release_that_made_it(tmp_path, read, ca
         control.start(run, read("learner.optimizer.beta2=0.9"))
 
 
+def test_a_default_of_today_that_a_person_asks_for_is_refused_as_a_change(tmp_path, model, read):
+    """By an override, or by a file; words that leave it out keep what the run was made with."""
+    run, file = RunDir(tmp_path / "run"), tmp_path / "given.toml"
+    file.write_text("[groups]\nhard_max_staleness = 8\n")
+    control.start(run, read("groups.hard_max_staleness=0"))
+    with pytest.raises(ConfigError, match="groups.hard_max_staleness: 0 -> 8"):
+        control.start(run, read(), ["groups.hard_max_staleness=8"])
+    words = [ROOT / "configs/demo.toml", file, f"model={model}", 'sandbox={type="process"}', "tasks.train=3"]
+    words += ["tasks.eval=2", "learner.optimizer.decay=constant", *NOBODY]
+    done = command("start", *words, "--run", run.root)
+    assert done.returncode == ConfigError.exit_code
+    assert "groups.hard_max_staleness: 0 -> 8" in done.stderr
+    control.start(run, read(), ["groups.max_staleness=0"])
+    assert existing.load(run).groups.hard_max_staleness == 0
+
+
+def test_a_former_default_of_a_grader_is_that_of_its_type(tmp_path, read):
+    """The default of one grader is a choice with the other."""
+    run = RunDir(tmp_path / "run")
+    control.start(run, read("grader.cheated_reward=-1.0"))
+    with pytest.raises(ConfigError, match=r"grader.cheated_reward: -1.0 -> -2.0"):
+        control.start(run, read("grader.cheated_reward=-2.0"))
+
+
 @pytest.mark.slow
 def test_run_keeps_its_code_until_it_is_upgraded_which_no_job_may_see(tmp_path, read, caplog):
     """It then hears once what the new code trains otherwise."""

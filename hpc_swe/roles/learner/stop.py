@@ -59,8 +59,7 @@ def _bounds(steps: Sequence[StepSigns], config: StopConfig) -> Iterator[tuple[st
         yield "gap", "gap/k3", 1, config.gap
     if config.all_solved:
         yield "all_solved", "groups/all_solved", 1, config.all_solved
-    curve, begun = "episodes/tokens", steps[0].step
-    row = [each for n, each in enumerate(steps[: config.batches]) if each.step == begun + n]
-    first = [each.values[curve] for each in row if curve in each.values]
+    row = [each for n, each in enumerate(steps[: config.batches]) if each.step == steps[0].step + n]
+    first = [each.values["episodes/tokens"] for each in row if "episodes/tokens" in each.values]
     if config.length_growth and first:
-        yield "length_growth", curve, 1, config.length_growth * fmean(first)
+        yield "length_growth", "episodes/tokens", 1, config.length_growth * fmean(first)

@@ -41,7 +41,7 @@ def configured(run: RunDir, words: Sequence[str]) -> RunConfig:
     config = configuration.from_words([*words, *OWN])
     if isinstance(config.engine, RoutingEngine) and config.engine.return_routing:  # for a learner alone
         config = configuration.from_words([*words, *OWN, "engine.return_routing=false"])
-    config = upgrades.with_former_defaults(run, config)
+    config = upgrades.with_former_defaults(run, config, words)
     changed = control.differences(run, config) if run.config.exists() else []
     if changed:
         raise ConfigError(
