@@ -149,10 +149,10 @@ def test_a_new_episode_waits_a_while_for_the_newest_weights(
     with endpoints.take(prefer, 600.0) as endpoint:
         assert endpoint.versions == begins_with
     assert clock.now < LOADING_S + PATIENCE_S
-    before = clock.now
+    over = max(clock.now, PATIENCE_S)  # the first may have drawn an engine that is not behind
     with endpoints.take(prefer, 600.0) as endpoint:
         assert endpoint.versions == begins_with
-    assert clock.now < before + 2.0, (
+    assert clock.now < over + 2.0, (
         "an engine that stays behind costs a wait for each version, not for each episode"
     )
 
