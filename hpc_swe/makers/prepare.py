@@ -99,36 +99,45 @@ def prepare(
 ) -> tuple[list[Prepared], list[str]]:
     """Return the usable rows and all complaints.
 
-    With `wanted` (id -> its place in a file) only those rows are checked and returned, in that order.
+    With `wanted` (id -> its place in a file) only those rows are checked and returned, in that order. An id
+    is that of the row or of its task. Other rows are complained of only if a wanted id is missing.
     """
     programs: ReadsRows = loader.load("tasksets", {"type": "programs"})
     good: dict[str, Prepared] = {}
     seen: dict[str, str] = {}
-    complaints = []
+    complaints: list[str] = []
+    others: list[str] = []
     for where, record in found:
+        ids = [where]  # rows without an id are never duplicates
         try:
             values = columns(record)
             is_program = not _OF_SWEBENCH & values.keys()
+            ids = _ids(values, is_program) + ids
             form, values = programs.row_of(where, values) if is_program else ("", values)
-            given = values.get("task_id" if is_program else "instance_id")
-            row_id = where if given is None else str(given)  # rows without an id are never duplicates
-            if wanted is not None and row_id not in wanted:
+            ids = _ids(values, is_program) + ids
+            row_id = next((one for one in ids if wanted is None or one in wanted), None)
+            if row_id is None:
                 continue
             if row_id in seen:
                 raise ConfigError(f"{where}: {row_id} occurs twice: {seen[row_id]}")
             seen[row_id] = where
             made = Prepared(form, "", "pytest", values) if is_program else None
             good[row_id] = made or _prepared(where, record, values)
-        except ConfigError as error:
-            complaints.append(str(error))
-        except ValueError as error:  # msgspec raises this at a line that is not JSON
-            complaints.append(f"{where}: {error}")
+        except (ConfigError, ValueError) as error:  # msgspec raises the second at a line that is not JSON
+            complaint = str(error) if isinstance(error, ConfigError) else f"{where}: {error}"
+            asked_for = [where] if wanted is None else [one for one in ids if one in wanted]
+            seen |= dict.fromkeys(asked_for, where)
+            (complaints if asked_for else others).append(complaint)
     if wanted is None:
         return list(good.values()), complaints
-    complaints += [
-        f"{place}: {row_id} is not a row" for row_id, place in wanted.items() if row_id not in seen
-    ]
+    missing = [f"{place}: {one} is not a row" for one, place in wanted.items() if one not in seen]
+    complaints += missing and [*others, *missing]
     return [good[row_id] for row_id in wanted if row_id in good], complaints
+
+
+def _ids(values: dict[str, Any], is_program: bool) -> list[str]:
+    given = values.get("task_id" if is_program else "instance_id")
+    return [] if given is None else [str(given)]
 
 
 def _prepared(where: str, record: Record, values: dict[str, Any]) -> Prepared:

@@ -17,16 +17,14 @@ from typing import Any
 
 from rich.table import Table
 
-from hpc_swe.base import cli, intervals, tables
+from hpc_swe.base import cli, intervals, loader, tables
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.records import RunManifest
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, evals
 from hpc_swe.base.tables import console, say
+from hpc_swe.tasks.sets.base import ReadsRows
 from hpc_swe.tasks.swebench_rows import columns, read_records
-
-NAMES = ("task_id", "instance_id")
-"""Columns that may hold a task's id."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +61,24 @@ def selected(
 
 
 def rows_with_id(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield task id and columns of each row of a file; raise ConfigError if one has no id."""
+    """Yield task id and columns of each row of a file.
+
+    Raise ConfigError if a row has no id, nor the columns of a published set.
+    """
+    programs: ReadsRows = loader.load("tasksets", {"type": "programs"})
     for where, record in read_records(path):
         row = columns(record)
-        task_id = next((row[name] for name in NAMES if name in row), None)
-        if not isinstance(task_id, str):
-            raise ConfigError(f"{where}: it has no column {' or '.join(NAMES)}, so no task can be told by it")
-        yield task_id, row
+        yield row.get("instance_id") or _task_id(programs, where, row), row
+
+
+def _task_id(programs: ReadsRows, where: str, row: dict[str, Any]) -> str:
+    """Return the id of a row's task; rows that only another taskset reads have it in their own column."""
+    try:
+        return str(programs.row_of(where, row)[1]["task_id"])
+    except ConfigError:
+        if not isinstance(row.get("task_id"), str):
+            raise
+    return str(row["task_id"])
 
 
 def _measured(run: RunDir, decoding: str) -> dict[str, list[float]]:

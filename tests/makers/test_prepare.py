@@ -98,9 +98,25 @@ def test_ids_select_and_order_and_what_they_leave_out_need_not_be_good(tmp_path)
     out = tmp_path / "out.parquet"
     assert prepare(rows, out, "--ids", ids)[0] == 0
     assert pq.read_table(out)["instance_id"].to_pylist() == ["toy__pytest-2", "toy__unittest-1"]
+    rows.write_text('{"task_id": "other", "files": []}\n{\n' + rows.read_text())
+    code, told = prepare(rows, out, "--ids", ids)
+    assert (code, "other" in told, f"{rows}:2" in told) == (0, False, False), told
+    ids.write_text("toy__pytest-2\nother\n")
+    code, told = prepare(rows, out, "--ids", ids)
+    assert (code, f"{rows}:1: other: needs" in told, f"{rows}:2" in told) == (2, True, False), told
     ids.write_text("toy__pytest-2\ntoy__pytest-3\n")
     code, told = prepare(rows, tmp_path / "none.parquet", "--ids", ids)
     assert (code, f"{ids}:2: toy__pytest-3 is not a row" in told) == (2, True), told
+    assert f"{rows}:2" in told, "it may be the row that is missing"
+
+
+@pytest.mark.parametrize("name", ["HumanEval/7", "HumanEval-7"])
+def test_a_program_is_chosen_by_the_id_of_its_row_or_of_its_task(tmp_path, name):
+    rows = write_rows(tmp_path / "rows.jsonl", *(one for one, _ in PUBLISHED.values()))
+    ids, out = tmp_path / "ids.txt", tmp_path / "out.parquet"
+    ids.write_text(f"{name}\n")
+    assert prepare(rows, out, "--ids", ids)[0] == 0
+    assert [task.task_id for task in Programs(train=str(out)).load("train")] == ["HumanEval-7"]
 
 
 def test_all_bad_rows_are_named_and_nothing_is_written_unless_asked_for(tmp_path):

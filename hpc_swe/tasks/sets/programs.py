@@ -93,12 +93,12 @@ class Programs(Plugin, frozen=True, kw_only=True):
         }
 
     def row_of(self, where: str, columns: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Return the name of a row's form, and the row with the columns of a row of files."""
+        """Return the name of a row's form, and the row in the columns of a row of files, with its id."""
         try:
-            form, row, _ = of_columns(columns)
+            form, row, program = of_columns(columns)
         except (ValueError, SyntaxError, RecursionError) as error:
             raise ConfigError(f"{where}: {error}") from None
-        return form, row
+        return form, row | {"task_id": program.task_id}
 
     def unchecked(self) -> "Programs":
         """Return the taskset of all tasks, checked or not."""
