@@ -162,7 +162,7 @@ class Repair:
         words = ["--statement=function", f"--limit={limit}", f"--out={folder}"]
         words += [f"--library={self.library}"] if self.library else []
         judges = [word for word in self.words if "=" not in word or word.startswith(("sandbox", "grader"))]
-        _call("make_bugs", *self.sources, "--config", *judges, *words)
+        self._call("make_bugs", *self.sources, "--config", *judges, *words)
         if not held_out.is_file():
             raise ConfigError(
                 f"{held_out}: no held-out task was made; raise tasks.eval, or name more code by --sources"
@@ -170,34 +170,50 @@ class Repair:
         return files
 
     def choose(self, rows: Path) -> Path:
-        """Return the rows to train on: those that the model sometimes solves, unless all are kept."""
-        chosen = self.root / "teaching.parquet"
+        """Return the rows to train on: those that the model sometimes solves, unless all are kept.
+
+        Raise ConfigError if they were chosen by another number of samples.
+        """
+        chosen, rated = self.root / "teaching.parquet", RunDir(self.root / "rate")
+        if chosen.exists() and rated.config.exists():
+            samples = existing.load(rated).eval.samples
+            if samples != self.rate:
+                raise ConfigError(
+                    f"{chosen} was chosen with --rate {samples}, not {self.rate}: give that or another --out"
+                )
         if not self.rate:
             return rows
         if not chosen.exists():
             count = self.config().tasks.train
             run = self.evaluation("rate", self.model, "sampled", self.rate, rows, f"tasks.eval={count}")
-            _call("select_rows", str(run.root), str(rows), f"--out={chosen}")
+            self._call("select_rows", str(run.root), str(rows), f"--out={chosen}")
         return chosen
 
     def evaluation(
         self, name: str, model: Path, decoding: str, samples: int, rows: Path, *words: str
     ) -> RunDir:
         """Evaluate a model on the held-out tasks, or on the first of other rows; return the run."""
-        others = [f"taskset.eval={_text(rows)}", *(["tasks.eval_from=0"] if words else []), *words]
-        config = self.config(*others, f"eval.samples={samples}", *start.OWN, model=model)
-        sampling = replace(config.sampling, temperature=DECODINGS[decoding])
-        run = self.stage(name, replace(config, eval=replace(config.eval, decodings={decoding: sampling})))
+        run = self.stage(name, self.config_of_evaluation(model, decoding, samples, rows, *words))
         if not run.summary.exists():
             results.write(run, existing.load(run))
         return run
+
+    def config_of_evaluation(
+        self, model: Path, decoding: str, samples: int, rows: Path, *words: str
+    ) -> RunConfig:
+        """Return the configuration of an evaluation."""
+        others = [f"taskset.eval={_text(rows)}", *(["tasks.eval_from=0"] if words else []), *words]
+        own = [*others, f"eval.samples={samples}", *start.OWN]
+        config = self.config(*own, *start.without_routing(self.config(*own, model=model)), model=model)
+        sampling = replace(config.sampling, temperature=DECODINGS[decoding])
+        return replace(config, eval=replace(config.eval, decodings={decoding: sampling}))
 
     def train(self, kind: str, rows: Path) -> RunDir:
         """Train the model with GRPO, or with a control instead; return the run."""
         answers = self.root / "rewarded.parquet"
         if kind == "rejection" and not answers.exists():
             rate = str(self.root / "rate")
-            _call("export_episodes", rate, f"--tasks={rows}", f"--out={answers}")
+            self._call("export_episodes", rate, f"--tasks={rows}", f"--out={answers}")
         return self.stage(f"{kind}-{self.seed}", self.config_of(kind, rows), self.hours)
 
     def config_of(self, kind: str, rows: Path) -> RunConfig:
@@ -246,16 +262,19 @@ class Repair:
     def _spent(self, name: str) -> Path:
         return self.root / "spent" / f"{name}.json"
 
+    def _call(self, module: str, *words: str) -> None:
+        """Run a command that makes files; raise HpcSweError if it fails. It has said why."""
+        clock = Clock(self._spent(module))
+        try:
+            done = completed(subprocess.Popen([sys.executable, "-m", f"hpc_swe.{module}", *words]), COMMAND_S)
+        finally:
+            clock.note(0.0)
+        if done.returncode:
+            raise HpcSweError(f"hpc_swe.{module} failed for the reason above; the same command tries again")
+
 
 def _text(value: Path) -> str:
     return json.dumps(str(value.absolute()))
-
-
-def _call(module: str, *words: str) -> None:
-    """Run a command that makes files; raise HpcSweError if it fails. It has said why."""
-    done = completed(subprocess.Popen([sys.executable, "-m", f"hpc_swe.{module}", *words]), COMMAND_S)
-    if done.returncode:
-        raise HpcSweError(f"hpc_swe.{module} failed for the reason above; the same command tries again")
 
 
 def run(repair: Repair, controls: Sequence[str]) -> None:

@@ -86,6 +86,21 @@ def test_stages_that_are_done_are_neither_repeated_nor_taken_for_others(repair):
     assert {path: path.stat().st_mtime_ns for path in repair.root.rglob("*")} == before
     with pytest.raises(ConfigError, match=r"eval\.samples: 2 -> 3"):
         dataclasses.replace(repair, samples=3).evaluate("base", repair.model, files["eval"])
+    for rate in (0, 3):  # the rows were chosen by another one
+        with pytest.raises(ConfigError, match=rf"teaching\.parquet was chosen with --rate 2, not {rate}"):
+            dataclasses.replace(repair, rate=rate).choose(files["train"])
+    spent = {path.stem: Clock(path).spent for path in (repair.root / "spent").rglob("*.json")}
+    assert spent.keys() == {"rate", "select_rows", "base-sampled", "base-greedy"}
+    assert spent["select_rows"].seconds > 0
+    assert repair.cost().startswith(f"{sum(each.seconds for each in spent.values()) / 3600:.2f} hours")
+
+
+def test_engines_return_routing_to_the_learner_alone(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    routed = Repair(tmp_path, ["configs/repair_1b.toml", "engine.return_routing=true"], tmp_path)
+    rows = tmp_path / "rows.parquet"
+    assert routed.config_of("grpo", rows).engine.return_routing
+    assert not routed.config_of_evaluation(tmp_path, "sampled", 2, rows).engine.return_routing
 
 
 def test_rows_of_others_are_kept_where_the_held_out_ones_are_missing(repair, tmp_path):

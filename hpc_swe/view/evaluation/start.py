@@ -39,8 +39,7 @@ def configured(run: RunDir, words: Sequence[str]) -> RunConfig:
     if all("=" in word for word in words):
         raise ConfigError("no CONFIG.toml is given; name the files that configure tasks, agent and jobs")
     config = configuration.from_words([*words, *OWN])
-    if isinstance(config.engine, RoutingEngine) and config.engine.return_routing:  # for a learner alone
-        config = configuration.from_words([*words, *OWN, "engine.return_routing=false"])
+    config = configuration.from_words([*words, *OWN, *without_routing(config)])
     config = upgrades.with_former_defaults(run, config, words)
     changed = control.differences(run, config) if run.config.exists() else []
     if changed:
@@ -52,6 +51,12 @@ def configured(run: RunDir, words: Sequence[str]) -> RunConfig:
         _require_permanent(Path(config.model))
         results.trained_on(Path(config.model), [])  # fails now, not after hours, if one is unreadable
     return config
+
+
+def without_routing(config: RunConfig) -> list[str]:
+    """Return the words that switch off what an engine returns for a learner alone."""
+    is_on = isinstance(config.engine, RoutingEngine) and config.engine.return_routing
+    return ["engine.return_routing=false"] if is_on else []
 
 
 def _require_permanent(model: Path) -> None:
