@@ -80,9 +80,11 @@ def runs(tmp_path_factory, models, base):
             again("same-shared", "-shared", TP1 | HALF, packing=HALVES),
             again("tensor-parallel", "-shared", TP2),
             first("-moe", EP2, "moe", packing=HALVES),
+            again("hosted-moe", "-moe", EP2 | HALF, model=str(models["moe"]), packing=HALVES),
             again("same-moe", "-moe", EP2, model=str(models["moe"]), packing=HALVES),
             again("moe-pipeline-parallel", "-moe", PP2, model=str(models["moe"])),
-            again("moe-context-parallel", "-moe", CP2, model=str(models["moe"])),
+            first("-moe-pipeline", PP2, "moe"),
+            again("moe-context-parallel", "-moe-pipeline", CP2, model=str(models["moe"])),
         ],
         folder,
     )
@@ -124,6 +126,7 @@ def test_replay_after_a_resume_and_two_rests_is_bit_equal(runs, kind):
         ("hosted-data-parallel", "data-parallel"),
         ("first-hosted-bf16", "first-bf16"),
         ("fetched-bf16", "first-bf16"),
+        ("hosted-moe", "first-moe"),
     ],
 )
 def test_state_in_host_memory_changes_no_bit_of_a_step_or_a_resume(runs, name, like):
@@ -141,7 +144,7 @@ def test_state_in_host_memory_changes_no_bit_of_a_step_or_a_resume(runs, name, l
         ("data-parallel", "first"),
         ("tensor-parallel", "first-shared"),
         ("moe-pipeline-parallel", "first-moe"),
-        ("moe-context-parallel", "first-moe"),
+        ("moe-context-parallel", "first-moe-pipeline"),
     ],
 )
 def test_a_checkpoint_resumes_at_another_layout(runs, name, first):
