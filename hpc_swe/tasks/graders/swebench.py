@@ -15,6 +15,7 @@ Other parsers (sympy's, those of other languages) read a log that code under tes
 
 import dataclasses
 import hashlib
+import math
 import re
 import shlex
 import threading
@@ -52,9 +53,12 @@ from hpc_swe.tasks.swebench_rows import added as added_lines
 _STEP_S = 120.0
 _WRITING = "write the files of a grading"
 _MOST_BASES, _MOST_TRIES = 64, 3
-_bases: dict[bytes, ParsedRun] = {}
+_EMPTY_S = 3600.0
+_bases: dict[bytes, tuple[ParsedRun, float]] = {}
+"""Base commit and modules -> what a run showed, and the end of its use on the monotonic clock."""
 _tries: Counter[bytes] = Counter()
-"""Runs of a base commit that showed nothing: the host may have failed, but not each time."""
+"""Runs of a base commit that showed nothing. After some of them that is believed for an hour: what hinders a
+host may last, and then end."""
 _supports: dict[tuple[str, ...], tuple[str, ...]] = {}
 """Task -> the modules that only its tests import."""
 _bases_lock = threading.Lock()
@@ -183,18 +187,19 @@ def _base(task: Task, modules: str, sandboxes: Sandboxes) -> ParsedRun:
     # A run that does not end excuses no oddity: a policy could choose tasks on which nothing is found out.
     key = hashlib.sha256(msgspec.json.encode((task, modules))).digest()
     with _bases_lock:
-        known = _bases.get(key)
-    if known is None:
+        known, end = _bases.get(key, (ParsedRun(), 0.0))
+    if time.monotonic() >= end:
         run = run_reliably(
             lambda: _run_tests(task, "", sandboxes, modules), lambda run: run.timed_out, task.tests.timeout_s
         )
         known = run.parsed
         with _bases_lock:
             _tries[key] += 1
-            if known.odd or not known.complaint or _tries[key] >= _MOST_TRIES:
+            is_empty = bool(known.complaint and not known.odd)
+            if not is_empty or _tries[key] >= _MOST_TRIES:
                 while len(_bases) >= _MOST_BASES:
                     del _bases[next(iter(_bases))]
-                _bases[key] = known
+                _bases[key] = known, time.monotonic() + _EMPTY_S if is_empty else math.inf
                 del _tries[key]
     return known
 

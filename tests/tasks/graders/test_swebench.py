@@ -10,6 +10,7 @@ import pytest
 from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.base.errors import ConfigError, SandboxError
 from hpc_swe.base.records import Task, TestPlan
+from hpc_swe.tasks.graders import swebench
 from hpc_swe.tasks.graders._swebench import Run
 from hpc_swe.tasks.graders.swebench import Swebench
 from hpc_swe.tasks.patch import take
@@ -251,6 +252,18 @@ def test_what_fails_before_the_submission_runs_is_nobody_s_fault(repository, tmp
     failing = FailingCheckout(repository=str(repository[0]), step=step, result=result)
     with pytest.raises(SandboxError, match="was not applied|No space left"):
         GRADER.grade(task(tmp_path, "unittest", repository[1]), gold(), failing)
+
+
+def test_a_host_that_hindered_runs_of_the_base_commit_is_asked_again(repository, tmp_path):
+    """Else what an honest patch shares with the base commit would be a cheat until the process ends."""
+    shown = task(tmp_path, "unittest", repository[1])
+    one = msgspec.structs.replace(shown, task_id="toy__hindered")  # no other test has run its base commit
+    healthy = Checkout(repository=str(repository[0]))
+    late = FailingCheckout(repository=str(repository[0]), step="eval.sh", result=LATE)
+    assert [swebench._base(one, "", late).complaint for _ in range(3)] == ["timed out"] * 3
+    assert swebench._base(one, "", healthy).complaint == "timed out", "for an hour"
+    swebench._bases.update({key: (run, end - 3600.0) for key, (run, end) in swebench._bases.items()})
+    assert swebench._base(one, "", healthy).complaint == ""
 
 
 def test_other_parsers_read_what_is_printed_between_marks(repository, sandboxes, tmp_path):
