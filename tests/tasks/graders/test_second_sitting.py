@@ -449,7 +449,7 @@ def test_which_place_and_text_are_asked_for_is_drawn_each_time(sat):
         (drawn,) = [planned.early] if planned.early else planned.later
         assert {*one.tests.fail_to_pass} <= {*drawn.tests, *drawn.unsure}
         count.update([hidden_tests.with_edits(one, drawn.edits).tests.extra["test_patch"]])
-    assert len(count) > 5
+    assert len(count) > 2  # versions are drawn as well: now and then only four are chosen
     assert one.tests.extra["test_patch"] not in count
 
 
