@@ -131,7 +131,7 @@ class Repair:
         if left_s <= 0:
             return run
         try:
-            control.start(run, config)
+            control.start(run, config, self.words)
             watched(name, run, existing.load(run), left_s, clock.note)
         except DeadlineError:
             clock.note(0.0)
