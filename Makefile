@@ -1,6 +1,6 @@
 # Every verb is safe to repeat: what is already there is found in a moment and left alone.
 .DEFAULT_GOAL := help
-.PHONY: setup image agents demo test quick cluster check clean help
+.PHONY: setup image agents demo test quick cluster check docs clean help
 
 setup:  ## packages, .venv and Apptainer; as root it installs what the machine lacks
 	containers/setup.sh
@@ -30,6 +30,10 @@ quick: setup  ## the tests that a developer runs between two edits
 
 check: setup  ## style, types and the direction of imports
 	.venv/bin/ruff check && .venv/bin/ruff format --check && .venv/bin/mypy && .venv/bin/lint-imports
+
+docs:  ## these pages as a site, in build/site; it fails where a link leads nowhere
+	test -x .cache/docs/bin/mkdocs || { python3 -m venv .cache/docs && .cache/docs/bin/pip install -q '.[docs]'; }
+	.cache/docs/bin/mkdocs build --strict
 
 clean:  ## remove .venv and .cache; runs/ stays
 	rm -rf .venv .cache

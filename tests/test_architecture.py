@@ -364,11 +364,11 @@ def test_nothing_calls_run_and_its_like_of_subprocess():
     assert {path: names for path, names in found.items() if names} == {}, "use processes.completed"
 
 
-def test_the_words_of_a_slow_load_stand_in_one_room_and_in_operations():
+def test_the_words_of_a_slow_load_stand_in_one_room_and_in_messages():
     """People look for them in an engine's log, and so does the benchmark of weights."""
     rooms = [path for path, text in modules().items() if FALLBACK in text]
     assert rooms == ["hpc_swe/models/engines/base.py"]
-    assert f"| `{FALLBACK}` in an engine's log |" in (REPOSITORY / "docs/operations.md").read_text("utf-8")
+    assert f"`{FALLBACK}` in an engine's log" in (REPOSITORY / "docs/messages.md").read_text("utf-8")
 
 
 def endless_waits(tree: ast.AST) -> list[str]:

@@ -12,6 +12,8 @@ LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)")
 WIDTH = 120
 BLOCK = re.compile(r"(?<=\n\n)(?: {4}.*\n+)+")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+EDGES = [ROOT / name for name in ("AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md")]
+"""Pages beside README.md that are not in docs/, but on the site."""
 MERGED = re.compile(r"^(?:<{7}|>{7}|={7}$)", re.MULTILINE)
 
 
@@ -27,19 +29,27 @@ def test_a_page_holds_no_marks_of_a_merge(page):
     assert MERGED.findall(page.read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize("page", [ROOT / "AGENTS.md", *PAGES], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*EDGES, *PAGES], ids=lambda page: page.name)
 def test_no_line_of_text_is_wider_than_an_editor_shows(page):
     text = BLOCK.sub("", FENCED.sub("", page.read_text(encoding="utf-8")))
     assert [line for line in text.splitlines() if len(line) > WIDTH and not line.startswith("|")] == []
 
 
-@pytest.mark.parametrize("page", [ROOT / "AGENTS.md", *PAGES], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*EDGES, *PAGES], ids=lambda page: page.name)
 def test_every_link_of_a_page_names_a_file_and_a_heading_that_exist(page):
     found = LINK.findall(page.read_text(encoding="utf-8"))
     targets = [(page.parent / file if file else page, heading) for file, heading in found]
     missing = [f"{file.name}#{heading}" for file, heading in targets if not file.exists()]
     missing += [f"{file.name}#{word}" for file, word in targets if word and word not in anchors(file)]
     assert missing == []
+
+
+def test_each_page_stands_in_the_contents_of_the_site_once():
+    contents = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    outside = re.findall(r'"\w+\.md": "(\w+\.md)"', (ROOT / "docs/hooks.py").read_text(encoding="utf-8"))
+    pages = [*outside, *(page.name for page in (ROOT / "docs").glob("*.md"))]
+    assert len(outside) == len(EDGES) + 1
+    assert sorted(re.findall(r"(\S+\.md)$", contents, re.MULTILINE)) == sorted(pages)
 
 
 def anchors(page):
