@@ -105,7 +105,7 @@ def run(trial: Trial, candidates: Sequence[Candidate], out: Path, jobs: int) -> 
             pool.shutdown(wait=False, cancel_futures=True)
         again = [one for one in todo if known[one.commit.sha].verdict == "host"]
         progress.update(bar, total=len(candidates) + len(again))
-        for one in again:  # alone: images that were built meanwhile may have been its trouble
+        for one in again:  # alone: too many jobs may have been its trouble
             note(trial.run(one))
     return [known[one.commit.sha] for one in candidates]
 

@@ -18,6 +18,7 @@ from hpc_swe.base import loader
 from hpc_swe.base.errors import ConfigError, EpisodeError, HpcSweError, StorageError, boundary
 from hpc_swe.base.records import Task
 from hpc_swe.makers.history import Candidate
+from hpc_swe.makers.images import links
 from hpc_swe.makers.images.sources import ImageSource
 from hpc_swe.makers.images.store import ImageStore, Problem
 from hpc_swe.tasks import task_checks
@@ -170,7 +171,7 @@ class Trial:
             return "no_image", str(error), found
         try:
             for _ in range(self.runs):
-                with boundary(EpisodeError, "run tests"):
+                with boundary(EpisodeError, "run tests"), links.kept():
                     outcomes, why = self.grader.outcomes(task, patch, self.sandboxes)
                     if not outcomes:
                         return "does_not_run", _shortened(why), found

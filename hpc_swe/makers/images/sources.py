@@ -15,6 +15,7 @@ from hpc_swe.agents.sandboxes.base import ImageSandboxes, Sandbox
 from hpc_swe.agents.sif import squashfs_offset
 from hpc_swe.base.errors import ConfigError, EpisodeError, HpcSweError, boundary
 from hpc_swe.base.records import Task
+from hpc_swe.makers.images import links
 from hpc_swe.makers.images.commands import remove, run
 from hpc_swe.makers.images.repository import restage, stage
 
@@ -78,7 +79,8 @@ class Built:
                 run("cp", "--archive", "--reflink=auto", str(self.base.resolve()), str(made))
                 self._install(made, task.workdir)
                 made.rename(environment)
-        _copy(environment, tree)
+        with links.changing():
+            _copy(environment, tree)
         stage(self.repository, task.base_commit, tree / task.workdir.lstrip("/"))
         if self.set_up and self.sandbox:
             _add_made_files(self.sandbox, msgspec.structs.replace(task, image=tree.name), self.set_up, work)

@@ -17,7 +17,7 @@ import msgspec
 
 from hpc_swe.base.errors import DeadlineError, HpcSweError, StorageError, boundary
 from hpc_swe.base.records import Task
-from hpc_swe.makers.images import leaks
+from hpc_swe.makers.images import leaks, links
 from hpc_swe.makers.images.commands import remove
 from hpc_swe.makers.images.sources import Built, ImageSource, apptainer
 
@@ -117,7 +117,7 @@ class ImageStore:
         """Remove the image of a task, its manifest first."""
         (self.images / f"{task.image}.json").unlink(missing_ok=True)
         (self.images / f"{task.image}.sif").unlink(missing_ok=True)
-        remove(self.images / task.image)
+        _remove(self.images / task.image)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -160,7 +160,7 @@ class ImageStore:
         folder, manifest = self.images / done.image, self.images / f"{done.image}.json"
         (work / "manifest").write_bytes(msgspec.json.format(msgspec.json.encode(done)))
         manifest.unlink(missing_ok=True)
-        remove(folder)
+        _remove(folder)
         (work / "image.sif").rename(self.images / f"{done.image}.sif")
         if has_links:  # then the unpacked files take hardly any space
             (work / "tree").rename(folder)
@@ -189,7 +189,14 @@ class ImageStore:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             raise (StorageError if full else HpcSweError)(str(error)) from None
         finally:
-            remove(work)
+            _remove(work)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder whose files other images may have, too."""
+    if folder.exists():
+        with links.changing():
+            remove(folder)
 
 
 def _search(tree: Path, problems: Sequence[Problem]) -> list[str]:

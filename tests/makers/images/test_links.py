@@ -1,0 +1,53 @@
+"""Images that share files by links are made and removed only while no test runs in one of them."""
+
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hpc_swe.agents.sandboxes.process import Process
+from hpc_swe.makers import history
+from hpc_swe.makers.images.sources import Built
+from hpc_swe.makers.images.store import ImageStore
+from hpc_swe.makers.mine_history import Sifting, run
+from hpc_swe.makers.mining import ImageBuilder, Trial
+from tests.kit.histories import make
+
+
+@dataclass
+class Watching:
+    """A grader that looks at a file of its task's image before and after the tests."""
+
+    images: Path
+    changed: list[str] = field(default_factory=list)
+
+    def outcomes(self, task, patch, sandboxes):
+        file = self.images / task.image / "usr/shared"
+        before = file.stat()
+        time.sleep(0.2)
+        if file.stat().st_ctime_ns != before.st_ctime_ns:
+            self.changed.append(task.task_id)
+        return {"test": "passed"}, ""
+
+
+def test_no_file_of_an_image_changes_while_its_tests_run(tmp_path, monkeypatch):
+    """A grader would blame the host for it."""
+    make(tmp_path / "calc", tmp_path / "looks")
+    found, _ = Sifting(tmp_path / "calc", history.TESTS, {}).sift(history.commits(tmp_path / "calc"), 3)
+    apptainer = tmp_path / "bin/apptainer"  # it makes images of no bytes
+    apptainer.parent.mkdir()
+    apptainer.write_text('#!/bin/sh\nwhile [ -n "$2" ]; do made=$1; shift; done; touch "$made"\n')
+    apptainer.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{apptainer.parent}:{os.environ['PATH']}")
+    images, base, needs = tmp_path / "images", tmp_path / "base", tmp_path / "requirements"
+    needs.touch()
+    (base / "usr/bin").mkdir(parents=True)
+    source = Built(images, base, tmp_path / "calc", needs)
+    shared = images / f".environment-{source.digest(None)}/usr/shared"
+    shared.parent.mkdir(parents=True)
+    shared.touch()
+    grader = Watching(images)
+    trial = Trial("calc", "pytest", 60.0, 3, grader, Process(), ImageBuilder(ImageStore(images), source))
+    verdicts = [one.verdict for one in run(trial, found, tmp_path / "trials", jobs=2)]
+    assert verdicts == ["nothing_fails"] * len(found)
+    assert grader.changed == []
