@@ -289,7 +289,7 @@ def test_a_conversation_sticks_to_its_engine_while_it_serves(run: RunDir, builde
 def test_only_new_chains_take_the_salt_of_new_weights(run: RunDir, builder: TokenBuilder) -> None:
     """Their caches are under its name. While an engine swaps, it may still compute with the older weights."""
     serve(run, a=[V1])
-    on = stage(run, builder, part=3)
+    on = stage(run, builder, part=3, wait_s=1.0)
     history = [*START, answer(on.recorder(START)), tool("x")]
     first = len(on.engine.calls)
     serve(run, updating=True, newest=V2, a=[V2, V1])
@@ -319,7 +319,7 @@ def test_an_engine_that_is_updating_is_asked_and_may_be_at_either_version(
 
 def test_engines_that_lag_are_not_asked(run: RunDir, builder: TokenBuilder) -> None:
     serve(run, newest=V3, a=[V1], b=[V2])
-    on = stage(run, builder)
+    on = stage(run, builder, wait_s=1.0)
     for _ in range(4):
         on.recorder(START)
     assert {call.url for call in on.engine.calls} == {"http://b"}
