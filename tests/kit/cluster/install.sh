@@ -8,7 +8,7 @@ PATH=$PATH:/usr/sbin:/sbin
 
 declare -A package=(
     [slurmctld]=slurmctld [slurmd]=slurmd [slurmdbd]=slurmdbd [sbatch]=slurm-client [munged]=munge
-    [mariadbd]=mariadb-server [cron]=cron [strace]=strace [ip]=iproute2
+    [mariadbd]=mariadb-server [cron]=cron [ip]=iproute2
 )
 policy=/usr/sbin/policy-rc.d
 unavailable=.cache/cluster-unavailable

@@ -33,7 +33,7 @@ MODES = {
     "etc/slurm/slurmdbd.conf": ("slurm", 0o600),
 }
 PROGRAMS = "slurmctld slurmd slurmdbd sbatch sacctmgr munged munge mariadbd mariadb-install-db cron crontab"
-PROGRAMS += " strace ip unshare nsenter setpriv setsid"
+PROGRAMS += " ip unshare nsenter setpriv setsid"
 
 
 class Unfit(RuntimeError):
