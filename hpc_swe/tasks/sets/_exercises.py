@@ -6,7 +6,8 @@ The agent gets a `solution.py` in which nothing is written yet.
 import ast
 import builtins
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import symtable
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,15 +49,14 @@ class Exercise:
     def of_module(self, column: str, tests: str) -> dict[str, Any]:
         """Return a row whose tests are a module for pytest; many leave out their import from `solution`."""
         source = read(column, tests)
-        names, stars = _imported(source), _stars(source)
-        if stars or not names:
+        names = _imported(source)
+        if not names:
             used = _used(ast.walk(source.tree))
             own = [name for name in used if name in _defined(self.solution)]
             if not own:
                 raise ValueError(f"column {column} uses nothing of the solution")
-            given = "; ".join([*_imports(self.solution, used), f"from solution import {', '.join(own)}"])
-            tests = source.with_changes((one, given) for one in stars) if stars else f"{given}\n\n{tests}"
-            names += own
+            lines = [*_imports(self.solution, used), f"from solution import {', '.join(own)}"]
+            tests, names = "\n".join([*lines, "", tests]), own
         return self._row(_WRITE, unwritten(self.solution, names), tests)
 
     def of_assertions(self, column: str, texts: Sequence[str], set_up: Iterable[str]) -> dict[str, Any]:
@@ -201,13 +201,10 @@ def _imports(code: str, used: Collection[str]) -> list[str]:
     return [ast.unparse(node) for node in nodes if node.names]
 
 
-def _stars(source: PythonText) -> list[ast.ImportFrom]:
-    """Return the imports of all names of the solution."""
-    return [
-        node
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.ImportFrom) and node.module == "solution" and node.names[0].name == "*"
-    ]
+def _stars(tree: ast.AST) -> list[ast.ImportFrom]:
+    """Return the imports of all names of a module."""
+    nodes = [one for one in ast.walk(tree) if isinstance(one, ast.ImportFrom) and one.names[0].name == "*"]
+    return [one for one in nodes if one.module and not one.level]
 
 
 def _imported(source: PythonText) -> list[str]:
@@ -219,3 +216,65 @@ def _imported(source: PythonText) -> list[str]:
         elif isinstance(node, ast.Import) and any(alias.name == "solution" for alias in node.names):
             found.append("*")
     return found
+
+
+def with_names(text: str, *programs: Mapping[str, str]) -> str:
+    """Return tests that import by name what they use of a program, where they import all that it has.
+
+    `programs` are its files as given and as repaired: path -> text. What else a patch adds to them, for
+    example a `sorted` of its own, the tests do not get then.
+    """
+    try:
+        source = PythonText(text)
+        table = symtable.symtable(source.text, TESTS, "exec")
+    except (SyntaxError, ValueError, RecursionError):
+        return text
+    used = {*_globals(table)} - {one.get_name() for one in table.get_symbols() if one.is_assigned()}
+    stars = [(star, star.module or "") for star in _stars(source.tree)]
+    known = [(star, module) for star, module in stars if any(_path(module) in files for files in programs)]
+    return source.with_changes((star, _by_name(module, used, programs)) for star, module in known)
+
+
+def _path(module: str) -> str:
+    return f"{module.replace('.', '/')}.py"
+
+
+def _globals(table: symtable.SymbolTable) -> Iterator[str]:
+    """Yield the names that a module looks up in itself, or among Python's own."""
+    is_module = table.get_type() == "module"
+    for one in table.get_symbols():
+        if one.is_referenced() and (is_module or one.is_global()):
+            yield one.get_name()
+    for inner in table.get_children():
+        yield from _globals(inner)
+
+
+def _by_name(module: str, used: set[str], programs: Iterable[Mapping[str, str]]) -> str:
+    """Return imports of the used names in place of all of a module; one that is no Python may have any."""
+    lines: dict[str, None] = {}
+    names: set[str] | None = None
+    for files in programs:
+        try:
+            own, imports = _bound(module, used, files)
+        except (KeyError, SyntaxError, ValueError, RecursionError):
+            continue
+        names, lines = (names or set()) | own, lines | dict.fromkeys(imports)
+    names = used - {*dir(builtins)} if names is None else names
+    last = f"from {module} import {', '.join(sorted(names))}" if names else f"import {module}"
+    return "; ".join([*lines, last])
+
+
+def _bound(module: str, used: set[str], files: Mapping[str, str]) -> tuple[set[str], list[str]]:
+    """Return the used names of a module of these files, and its imports that give other used names."""
+    code = files[path := _path(module)]
+    others = {other: text for other, text in files.items() if other != path}
+    table = symtable.symtable(code, path, "exec")
+    names = {one.get_name() for one in table.get_symbols() if one.is_assigned()}
+    imports = [line for line in _imports(code, used) if not line.startswith(("from .", "from __future__ "))]
+    for inner in [one.module or "" for one in _stars(parse(code))]:
+        if _path(inner) in files:
+            imports = [line for line in imports if line != f"from {inner} import *"]
+            names |= _bound(inner, used, others)[0] if inner != module else set()
+    known = [node for line in imports for node in ast.walk(parse(line)) if isinstance(node, ast.alias)]
+    names -= {one.asname or one.name.partition(".")[0] for one in known} - _defined(code)
+    return {name for name in names & used if not name.startswith("_")}, imports

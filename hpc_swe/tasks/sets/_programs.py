@@ -15,7 +15,7 @@ import msgspec
 
 from hpc_swe.base.errors import ConfigError, boundary
 from hpc_swe.base.syntax import PythonText, parse, require_shallow
-from hpc_swe.tasks.sets._exercises import first_python
+from hpc_swe.tasks.sets._exercises import first_python, with_names
 from hpc_swe.tasks.sets._published import published
 from hpc_swe.tasks.swebench_rows import columns, read_records
 from hpc_swe.tasks.visible_tests import TESTS
@@ -127,12 +127,13 @@ def _of_folder(folder: Path) -> Program:
         _require_readable(files[TESTS])
     except SyntaxError as error:
         raise ConfigError(f"{folder / TESTS}: {error}") from None
+    fixed = _texts(folder / FIXED) if (folder / FIXED).is_dir() else {}
     return Program(
         task_id=folder.name,
         statement=STATEMENT,
         files=files,
-        tests={TESTS: files[TESTS]},
-        fixed=_texts(folder / FIXED) if (folder / FIXED).is_dir() else {},
+        tests={TESTS: with_names(files[TESTS], files, files | fixed)},
+        fixed=fixed,
     )
 
 
@@ -168,15 +169,16 @@ def _of_row(row: _Row) -> Program:
         _ = [parse(text) for text in tests.values()]  # the tests have ids, so they must be Python
     for text in tests.values():
         _require_readable(text)
+    fixed = _by_path(row.fixed)
     return Program(
         task_id=row.task_id,
         statement=row.problem_statement or STATEMENT,
         files=files,
-        tests=tests,
+        tests={path: with_names(text, files, files | fixed) for path, text in tests.items()},
         is_cut=bool(full),
         fail_to_pass=row.fail_to_pass,
         pass_to_pass=row.pass_to_pass,
-        fixed=_by_path(row.fixed),
+        fixed=fixed,
         absent=row.absent,
     )
 

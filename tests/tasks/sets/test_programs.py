@@ -10,6 +10,7 @@ from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.config.settings import TasksConfig
 from hpc_swe.tasks.graders.pytest import Pytest
+from hpc_swe.tasks.sets._exercises import with_names
 from hpc_swe.tasks.sets.programs import Programs, tree
 from hpc_swe.tasks.visible_tests import ids_of_tests
 
@@ -72,8 +73,48 @@ def test_a_single_test_of_assertions_is_divided_and_half_hidden(tmp_path: Path) 
     (task,) = Programs(train=str(path)).load("train")
     assert ids_of_tests(task.tests.files["test.py"]) == [f"test.py::test_base_{n}" for n in range(3)]
     assert len(ids_of_tests(task.files["test.py"])) == 2
-    assert task.files["test.py"].startswith(head)
+    assert task.files["test.py"].startswith(head.replace("*", "f"))
     compile(task.tests.files["test.py"], "test.py", "exec")
+
+
+LARGE = """from __future__ import annotations
+import os.path
+from typing import *
+from math import floor as down
+from helper import *
+try:
+    from fast import quick
+except ImportError:
+    quick = None
+LIMIT, result = 3, 4
+def f(x): return x
+def sorted(x): return x
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "test", "head"),
+    [
+        ("def f(): 0\n", "assert all([f()])", "from solution import f"),
+        ("def f(): 0\n", "pass", "import solution"),
+        ("def f(: 0\n", "assert all([f()])", "from solution import f"),
+        (
+            LARGE,
+            "x: List = sorted([f(LIMIT)])",
+            "from typing import *; from solution import LIMIT, f, sorted",
+        ),
+        (
+            LARGE,
+            "result = down(g())",
+            "from typing import *; from math import floor as down; from solution import g",
+        ),
+        (LARGE, "assert quick", "from typing import *; from solution import quick"),
+    ],
+)
+def test_tests_import_by_name_what_they_use_of_the_program(program: str, test: str, head: str) -> None:
+    files = {"solution.py": program, "helper.py": "from solution import *\ndef g(): return 1\n"}
+    text = f"from solution import *\nfrom os import *\ndef test_a():\n    {test}\n"
+    assert with_names(text, files) == text.replace("from solution import *", head)
 
 
 def test_ids_in_a_row_are_kept_and_hidden_by_their_functions(tmp_path: Path) -> None:

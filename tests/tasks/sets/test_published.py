@@ -125,6 +125,21 @@ CROWDED: dict[str, tuple[dict[str, Any], str, str]] = {
         PAIR,
         "def pair(n): 0\ndef len(x): return 0\n",
     ),
+    "rows of files": (
+        {
+            "task_id": "pair",
+            "files": [
+                {"path": "solution.py", "content": "def pair(n):\n    return [n]\n"},
+                {
+                    "path": "test.py",
+                    "content": "from solution import *\n"
+                    + "".join(f"def test_{n}(): {one}\n" for n, one in enumerate(SIZES)),
+                },
+            ],
+        },
+        PAIR,
+        "def pair(n): 0\ndef len(x): return 0\n",
+    ),
     "HumanEval": (
         humaneval()
         | {
