@@ -29,10 +29,7 @@ COMMANDS = {
     "select_rows": "keep the tasks that a model sometimes solves",
     "export_episodes": "write rewarded episodes as rows to train on",
     "benchmarks.learner": "measure steps of the learner",
-    "benchmarks.checkpoint": "measure how long a checkpoint takes on a file system",
-    "benchmarks.weights": "measure how soon an engine serves new weights",
     "benchmarks.sandboxes": "measure what sandboxes and gradings take",
-    "benchmarks.limits": "measure the best rates of this machine's first device",
     "benchmarks.watch": "watch engines and GPUs while runs work",
     "benchmarks.loop": "compare runs over equally many samples",
 }

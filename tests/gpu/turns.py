@@ -4,9 +4,8 @@
 
 trains three steps of each shape in FOLDER, with one GPU, or on the CPU where there is none. It prints a line
 for each turn with its seconds and the GPU memory that was left in use, and what the engine's log says about
-its sleep; the last line has the limits of the hardware. The variable MORE holds further overrides, for two
-GPUs for example `policy.tensor_parallel=2 counts.inference=2 executor.gpus.learner=2`. It exits with 1 if a
-training failed or had no turn.
+its sleep. The variable MORE holds further overrides, for two GPUs for example `policy.tensor_parallel=2
+counts.inference=2 executor.gpus.learner=2`. It exits with 1 if a training failed or had no turn.
 """
 
 import logging
@@ -27,7 +26,6 @@ from hpc_swe.base.rundir import RunDir
 from hpc_swe.config import config as configuration
 from hpc_swe.demo import model as demo_model
 from hpc_swe.launch import control, watch
-from hpc_swe.view.benchmarks import limits
 
 CUDA = torch.cuda.is_available()
 STEPS, LIMIT_S = 3, float(os.environ.get("LIMIT_S", "150"))
@@ -113,7 +111,6 @@ def main() -> int:
         finally:
             has_turns = show(RunDir(root / name / "run"))
         failed += not (is_done and has_turns)
-    print(limits.describe(limits.measure_limits()))
     print(f"{failed} shapes failed, or had no turn")
     return min(failed, 1)
 

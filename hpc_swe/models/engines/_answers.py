@@ -142,12 +142,6 @@ class Stagings(Struct):
     results: list[Staging]
 
 
-class UpdateSeconds(Struct):
-    """Hold the seconds of each part of an update, and the bytes read, by worker."""
-
-    results: list[dict[str, float]]
-
-
 class CacheReset(Struct):
     """Hold the answer of /reset_prefix_cache."""
 

@@ -55,16 +55,13 @@ class UpdateRoutes:
         """
         self._start()
         self.call("/update_weights", {"update_info": update})  # reads; nothing is paused
-        log.debug("ordered")
         self._await_staged()
-        log.debug("staged")
         try:
             self.call(f"/pause?mode=keep&clear_cache={str(self.clears).lower()}")
-            log.debug("paused")
+            paused = time.monotonic()
             self._hold()
             asked = when_paused()
             self.call("/finish_weight_update", {"weight_version": stamp} if stamp else {})
-            log.debug("swapped")
         except NoAnswer:
             raise  # an engine that hangs must not resume with half an update, should it wake up
         except EngineError:
@@ -75,7 +72,7 @@ class UpdateRoutes:
             if self.clears:  # no prompt may be computed with two versions
                 self._clear_caches()
             self.call("/resume")
-        log.debug("resumed")
+        log.info("paused %s for %.3f s, for new weights", self.url, time.monotonic() - paused)
         return asked
 
     def release(self) -> None:
@@ -91,11 +88,6 @@ class UpdateRoutes:
             if error.status != 404:
                 raise
             log.warning("%s answers before its probe: start it again with this release", self.url)
-
-    def seconds(self) -> bytes:
-        """Return what each worker says about the parts of its last update, as a list in JSON."""
-        data = self.call("/collective_rpc", {"method": "update_seconds"})
-        return msgspec.json.encode(_answers.decode(_answers.UpdateSeconds, self.url, data).results)
 
     def _start(self) -> None:
         try:

@@ -8,7 +8,6 @@ its next forward pass. The caller has verified the files before, and names them 
 import hmac
 import logging
 import os
-import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -47,7 +46,6 @@ from hpc_swe.models.engines._vllm_files import (
     read_first,
     require_digests,
     shapes,
-    shards,
     with_files,
 )
 from hpc_swe.models.engines._vllm_gate import AnswerGate
@@ -166,8 +164,6 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
         self._copies: LoaderCopies | None = None
         self._is_covered: bool | None = None
         """Whether `LoaderCopies` covers the model; None until a version with digests was loaded."""
-        self.seconds: dict[str, float] = {}
-        """Seconds of each part of the last update by name, and the `bytes` that were read."""
         self._examine_first()
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
@@ -218,7 +214,7 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
         raise NotImplementedError("the learner publishes weights as a folder and sends nothing")
 
     def _stage(self, version: LoadedVersion) -> Staged:
-        began, chain, wanted = time.monotonic(), version.chain, version.wanted
+        chain, wanted = version.chain, version.wanted
         if self._copies is None or not wanted.has_digests:
             chain = with_files(chain)  # the swap reads them again
             check_chain(chain, wanted, self._device)
@@ -227,14 +223,7 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
             found = self._stage_copies(self._copies, version)
         check_files(chain)  # they must not have changed while they were read
         self._synchronize()
-        self.seconds = {"stage": time.monotonic() - began, "bytes": self._count_bytes(found.read, chain[0])}
         return found
-
-    def _count_bytes(self, read: Sequence[Link], full: Link) -> int:
-        """Return the bytes that this worker reads: its part of the full version, and whole deltas."""
-        part = [self._copies.nbytes] if self._copies is not None and full in read else []
-        links = [link for link in read if not (part and link is full)]
-        return sum(part + [shard.stat().st_size for link in links for shard in shards(link.folder)])
 
     def _stage_copies(self, copies: LoaderCopies, version: LoadedVersion) -> Staged:
         """Find what changes in this worker's memory; leave it to the swap where that has no room."""
@@ -258,19 +247,16 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
         return Staged(partial(_write_one_by_one, copies, tensors, deltas), "copied", whole)
 
     def _swap(self, staged: Staged) -> None:
-        began = time.monotonic()
         self._synchronize()  # streams of this thread and others wrote and read the same memory
         wanted = self._next.wanted
         staged.write()
         self._synchronize()
-        written = time.monotonic()
         if self._copies is not None and wanted.has_digests:
             self._require_digests(self._copies, wanted)
         elif self._is_covered is None and wanted.has_digests:
             self._find_copies(wanted)
         for link in staged.read:
             link.check()  # the files must not have changed while they were read
-        self.seconds |= {"write": written - began, "digests": time.monotonic() - written}
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
@@ -364,10 +350,6 @@ class WorkerExtension:
     def is_staged(self) -> dict[str, bool]:
         """Return whether this worker has read the version that it was told to load; vLLM sends on records."""
         return {"is_staged": self.weight_transfer_engine.is_staged()}
-
-    def update_seconds(self) -> dict[str, float]:
-        """Return the seconds of each part of the last update, and the `bytes` that it read."""
-        return dict(self.weight_transfer_engine.seconds)
 
     def used_gpu_memory(self) -> dict[str, int]:
         """Return the bytes of this worker's GPU that all processes together use; 0 without a GPU."""

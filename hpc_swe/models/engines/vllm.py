@@ -239,9 +239,6 @@ class Vllm(Plugin, frozen=True, kw_only=True):
                 routes.release()
             raise
         routes.release()
-        log.debug("probed %s", version.name)
-        if log.isEnabledFor(logging.DEBUG):
-            log.debug("workers %s", routes.seconds().decode())
 
     def generate(
         self,

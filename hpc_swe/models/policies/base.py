@@ -294,27 +294,6 @@ class DescribedLearner(Protocol):
     """The kernels of attention."""
 
 
-class SteppingLearner(ExportingLearner, Protocol):
-    """Take steps without batches, for the benchmark of weight versions."""
-
-    def logprobs(self, token_ids: list[int], experts: bytes = b"") -> list[float]:
-        """Return the log-probabilities of one sequence's tokens, without its first token.
-
-        `experts` are those that compute each token, uint8 [tokens, layers * k]; empty lets the router choose.
-        """
-
-    def take_step(self) -> None:
-        """Take one step in a random direction, and wait until the device has done it."""
-
-
-@runtime_checkable
-class SteppedPolicy(Protocol):
-    """Mark a policy whose weights can be moved in random directions, in less memory than training takes."""
-
-    def build_stepped(self, model: Path, lr: float, tensors: Tensors) -> SteppingLearner:
-        """Build the learner of this process, on one rank, with `tensors` as its weights."""
-
-
 @runtime_checkable
 class EstimatedPolicy(Protocol):
     """Mark a policy that knows from a model's config.json whether it fits, and what it costs."""

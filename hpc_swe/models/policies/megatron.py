@@ -8,7 +8,7 @@ from hpc_swe.models.model_shape import ModelShape
 from hpc_swe.models.policies._megatron import memory, uncompiled
 from hpc_swe.models.policies._megatron.memory import MemoryNeeds
 from hpc_swe.models.policies._megatron.settings import MegatronSettings
-from hpc_swe.models.policies.base import Kept, Learner, OptimizerConfig, SteppingLearner, Tensors
+from hpc_swe.models.policies.base import Kept, Learner, OptimizerConfig, Tensors
 from hpc_swe.models.weight_files import require_tensors
 
 
@@ -38,13 +38,6 @@ class Megatron(MegatronSettings, frozen=True, kw_only=True):
             from hpc_swe.models.policies._megatron.learner import MegatronLearner
 
         return MegatronLearner(self, model, optimizer, None, tensors, needs=MemoryNeeds(tokens))
-
-    def build_stepped(self, model: Path, lr: float, tensors: Tensors) -> SteppingLearner:
-        """Build a learner for benchmarks, whose steps have random directions and need less memory."""
-        with uncompiled(self.device == "cpu"):
-            from hpc_swe.models.policies._megatron.stepped import SteppedLearner
-
-        return SteppedLearner(self, model, lr, tensors)
 
     def check_model(self, model: Path, data_parallel: int) -> None:
         shape = ModelShape.read(model)

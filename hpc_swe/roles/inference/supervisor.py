@@ -289,13 +289,11 @@ class Supervisor:
 
     def _update(self, served: ServedEngine, version: WeightVersion, monitor: LivenessMonitor) -> None:
         began = time.monotonic()
-        log.debug("found %s", version.name)
         self.lease.publish(reading=version.name)
         try:
             verify = partial(self._verify, version)
             wanted = self._run_watched(verify, served.require_serving, monitor.require_alive)
             verified = time.monotonic()
-            log.debug("verified %s", version.name)
             self.lease.publish(state="updating", versions=[self._serving.version, version])
             self._loading = frozenset(v for v in (w.version for w in wanted.chain) if not self._served(v))
             self._run_watched(partial(served.update, wanted), served.require_starting)  # no answers meanwhile

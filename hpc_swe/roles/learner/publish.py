@@ -113,7 +113,6 @@ class Publisher(Generic[L]):
             parts = self._export(stage, carrier)
             scores: list[ProbeScore] = []
             files = self._describe(stage, lambda: scores.append(self._probe()))
-            log.debug("described %s", version.name)
             manifest = WeightManifest(
                 writer=self._writer,
                 files=files,

@@ -173,19 +173,6 @@ def idleness(loop: Loop, looks: Sequence[Look]) -> dict[str, str]:
     return cells
 
 
-def bias(loop: Loop) -> str:
-    """Say how far the trained share of a decile of length is from that of all episodes, and from chance."""
-    finished, trained = loop.of_deciles("finished"), loop.of_deciles("trained")
-    share = sum(trained) / max(1.0, sum(finished))
-    distances = {decile: trained[decile] / count - share for decile, count in enumerate(finished) if count}
-    decile = max(distances, key=lambda d: abs(distances[d]))
-    chance = 2 * math.sqrt(share * (1 - share) / finished[decile])
-    return (
-        f"{100 * share:.1f} % of all episodes are trained; the decile farthest from it is d{decile}, by "
-        f"{100 * distances[decile]:+.1f} points; two standard errors are {100 * chance:.1f}"
-    )
-
-
 def mode(config: RunConfig) -> str:
     """Name the way in which a run trains and samples."""
     if config.hybrid:
@@ -250,8 +237,6 @@ def main() -> None:
     tables.say("in engines: mean number of episodes that wait for a completion at a time, for each engine")
     tables.say("solve q1..q4: share of resolved episodes in each quarter of the samples")
     tables.show(tables.console, counts)
-    for name, loop in loops.items():
-        tables.say(f"{name}: {bias(loop)}")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,8 @@
-"""Start the processes of one column of a benchmark on this node, and end them together.
-
-Each column has processes of its own, so that none inherits the memory, the compiled code or the process group
-of the column before, and one that runs out of memory costs no other its figures.
-"""
+"""Start the ranks of a benchmark on this node, and end them together."""
 
 import os
-import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,68 +11,36 @@ from hpc_swe.base.errors import NodeError
 from hpc_swe.cluster.processes import MEETING, die_with_parent, kill_and_wait
 
 POLL_S = 0.05
-OUT_OF_MEMORY = "out of memory"
-LONGEST = 300
+LAST_LINES = 20
 
 
 def run_ranks(
-    count: int,
-    module: str,
-    arguments: Sequence[str],
-    timeout_s: float,
-    *,
-    gpu: bool,
-    keep: Path | None = None,
-) -> str:
-    """Run a module on `count` ranks of this node; return why they failed, and nothing where they did not.
+    count: int, module: str, arguments: Sequence[str], folder: Path, timeout_s: float, *, gpu: bool
+) -> None:
+    """Run a module on `count` ranks of this node, whose logs lie in `folder`; without `gpu` they see no GPU.
 
-    Without `gpu` they see no GPU. What the first one wrote is copied to `keep`.
+    Raise NodeError with the last lines of a rank that failed, or of the first one when the time is over.
     """
-    with tempfile.TemporaryDirectory(prefix="hpc_swe-benchmark-") as name:
-        folder, processes = Path(name), []
-        (folder / "meeting").mkdir(mode=0o700)
-        for rank in range(count):
-            with (folder / f"{rank}.log").open("wb") as log:
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", module, *arguments],
-                        env=_environment(folder / "meeting", rank, count, gpu),
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=log,
-                        preexec_fn=die_with_parent,
-                    )
+    meeting, processes = folder / "meeting", []
+    meeting.mkdir(mode=0o700)
+    for rank in range(count):
+        with (folder / f"{rank}.log").open("wb") as log:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", module, *arguments],
+                    env=_environment(meeting, rank, count, gpu),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    preexec_fn=die_with_parent,
                 )
-        late = _wait(processes, timeout_s)
-        logs = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(count)]
-        if keep is not None:
-            keep.write_text(logs[0])
-    if late:
-        return f"not done after {timeout_s:.0f} s; its last line is: {last_line(logs)}"
-    failed = [log for process, log in zip(processes, logs, strict=True) if process.returncode]
-    return reason(failed) if failed else ""
-
-
-def reason(logs: Sequence[str]) -> str:
-    """Return why ranks failed, from what they wrote: the exception's line of the first that has one.
-
-    torch puts the name of the rank before each line of a traceback.
-    """
-    if any(re.search(r"OutOfMemoryError|CUDA out of memory", log) for log in logs):
-        return OUT_OF_MEMORY
-    lines = [
-        found[1]
-        for log in logs
-        for line in log.splitlines()
-        if (found := re.match(r"(?:\[rank\d+\]: ?)?([\w.]+(?:Error|Exception|OutOfResources)\b.*)", line))
-    ]
-    return lines[0][:LONGEST] if lines else last_line(logs)
-
-
-def last_line(logs: Sequence[str]) -> str:
-    """Return the last line of the first process that wrote something."""
-    found = [log.strip().splitlines()[-1] for log in logs if log.strip()]
-    return found[0][:LONGEST] if found else "it wrote nothing"
+            )
+    codes = _wait(processes, timeout_s)
+    failed = next((rank for rank, code in enumerate(codes) if code), None)
+    if failed is not None or None in codes:
+        why = f"not done after {timeout_s:.0f} s" if failed is None else f"exit code {codes[failed]}"
+        lines = (folder / f"{failed or 0}.log").read_text(errors="replace").splitlines()[-LAST_LINES:]
+        raise NodeError("\n".join([f"rank {failed or 0} of the benchmark: {why}; its last lines:", *lines]))
 
 
 def _environment(meeting: Path, rank: int, count: int, gpu: bool) -> dict[str, str]:
@@ -88,16 +50,15 @@ def _environment(meeting: Path, rank: int, count: int, gpu: bool) -> dict[str, s
     return {**os.environ, MEETING: str(meeting), **place, **hidden}
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> bool:
-    """Wait until all are done, or one has failed; end the others, and return whether the time ran out."""
+def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> list[int | None]:
+    """Wait until all have ended, or one has failed; return their exit codes by then, and end the others."""
     deadline = time.monotonic() + timeout_s
     try:
-        while time.monotonic() < deadline:
+        while True:
             codes = [process.poll() for process in processes]
-            if any(codes) or all(code == 0 for code in codes):
-                return False
+            if any(codes) or None not in codes or time.monotonic() > deadline:
+                return codes
             time.sleep(POLL_S)
-        return True
     finally:
         for process in processes:
             process.kill()

@@ -1,16 +1,14 @@
 """Say what rollouts and gradings take of the processors: python -m hpc_swe.benchmarks.sandboxes.
 
-It opens sandboxes for tasks of the demo, does in each what an agent of the demo does, and grades the repairs:
-in threads of this process, and then by a reward worker with messages in a run folder. The table has the time
-on a clock, and the processor time of this process and of all others that it has started. Other work on the
-machine lengthens the first much and the second less.
+It opens sandboxes for tasks of the demo, does in each what an agent of the demo does, and grades the repairs
+in threads of this process. The table has the time on a clock, and the processor time of this process and of
+all others that it has started. Other work on the machine lengthens the first much and the second less.
 """
 
 import argparse
 import json
 import os
 import resource
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,22 +25,8 @@ from hpc_swe.agents.tools.base import invoke
 from hpc_swe.base import cli, tables
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.loader import load
-from hpc_swe.base.records import (
-    Episode,
-    ExitStatus,
-    RolloutRequest,
-    Sampling,
-    Score,
-    ScoredEpisode,
-    Task,
-    Timing,
-)
-from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store.lease import Lease
-from hpc_swe.base.store.spool import Spool
+from hpc_swe.base.records import Score, Task
 from hpc_swe.cluster.processes import descendants
-from hpc_swe.config.settings import RewardConfig
-from hpc_swe.roles.reward.worker import RewardResources, worker
 from hpc_swe.tasks import patch
 from hpc_swe.tasks.graders.base import Grader
 
@@ -103,10 +87,13 @@ class Bench:
             began = time.perf_counter()
             return act(one), time.perf_counter() - began
 
-        begin = _Beginning()
+        began, before = time.perf_counter(), used_s()
         with ThreadPoolExecutor(self.slots) as pool:
             done = list(pool.map(timed, each))
-        return [result for result, _ in done], begin.cost(len(each), median(wall for _, wall in done))
+        took_s, now = time.perf_counter() - began, used_s()
+        own, others = (1e3 * (end - start) / len(each) for start, end in zip(before, now, strict=True))
+        wall_ms = 1e3 * median(wall_s for _, wall_s in done)
+        return [result for result, _ in done], Cost(wall_ms, own, others, len(each) / took_s)
 
     def rollouts(self, tasks: Sequence[Task]) -> Iterator[tuple[str, Cost]]:
         """Yield what each part of an episode takes; all sandboxes are open together."""
@@ -132,45 +119,6 @@ class Bench:
         _require_resolved(scores)
         return cost
 
-    def worker(self, tasks: Sequence[Task]) -> Cost:
-        """Return what a grading takes when a reward worker makes it, from message to message."""
-        means = RewardResources(
-            tasks={task.task_id: task for task in tasks},
-            sandboxes=self.sandboxes,
-            grader=self.grader,
-            config=RewardConfig(slots=self.slots, poll_s=0.1, sentinel_every=0),
-        )
-        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as beside:
-            run = RunDir(Path(folder))
-            run.make()
-            spool, scored = Spool(run.episodes, Episode), Spool(run.scored, ScoredEpisode)
-            for number, task in enumerate(tasks):
-                episode = _episode(number, task.task_id, self.patches[task.task_id])
-                spool.put(episode.request.name, episode)
-            with Lease(run, "reward", "benchmark", 1.0) as lease:
-                begin = _Beginning()
-                ended = beside.submit(worker(run, lease, means).work)
-                while not ended.done() and len(scored.addresses("ready")) < len(tasks):
-                    time.sleep(0.05)
-                cost = begin.cost(len(tasks))
-                run.drain.touch()
-                ended.result()
-            found = [scored.read(address) for address in scored.addresses("ready")]
-        _require_resolved([one.score for one in found if one is not None])
-        return cost
-
-
-class _Beginning:
-    """Remember when something begins, to say at its end what it took."""
-
-    def __init__(self) -> None:
-        self._at, self._used = time.perf_counter(), used_s()
-
-    def cost(self, count: int, wall_s: float = 0.0) -> Cost:
-        took_s, now = time.perf_counter() - self._at, used_s()
-        own, others = (1e3 * (after - before) / count for after, before in zip(now, self._used, strict=True))
-        return Cost(1e3 * wall_s, own, others, count / took_s)
-
 
 def used_s() -> tuple[float, float]:
     """Return the processor time of this process, and that of all others below it, ended ones included."""
@@ -182,18 +130,6 @@ def used_s() -> tuple[float, float]:
             ticks += sum(map(int, fields[11:15]))
     others = ended.ru_utime + ended.ru_stime + ticks / os.sysconf("SC_CLK_TCK")
     return own.ru_utime + own.ru_stime, others
-
-
-def _episode(number: int, task_id: str, submission: str) -> Episode:
-    return Episode(
-        request=RolloutRequest(group_id=number, index=0, task_id=task_id, seed=0, sampling=Sampling()),
-        turns=[],
-        messages=[],
-        exit_status=ExitStatus.SUBMITTED,
-        submission=submission,
-        timing=Timing(),
-        worker="benchmark",
-    )
 
 
 def _require_resolved(scores: Sequence[Score]) -> None:
@@ -224,11 +160,10 @@ def _print(arguments: argparse.Namespace) -> None:
     bench = Bench(sandboxes, load("graders", {"type": "pytest"}), taskset.references(tasks), arguments.slots)
     bench.gradings(tasks[:1])  # starts the container or the interpreter
     table = tables.table(["work"], ["wall ms", "own ms", "others ms", "together ms", "per s"])
-    rows = [*bench.rollouts(tasks), ("a grading", bench.gradings(tasks))]
-    for name, cost in (*rows, ("a reward worker's grading", bench.worker(tasks))):
-        wall = f"{cost.wall_ms:.1f}" if cost.wall_ms else ""
-        times = (f"{ms:.1f}" for ms in (cost.own_ms, cost.others_ms, cost.own_ms + cost.others_ms))
-        table.add_row(name, wall, *times, f"{cost.per_s:.1f}")
+    for name, cost in (*bench.rollouts(tasks), ("a grading", bench.gradings(tasks))):
+        together_ms = cost.own_ms + cost.others_ms
+        cells = (cost.wall_ms, cost.own_ms, cost.others_ms, together_ms, cost.per_s)
+        table.add_row(name, *(f"{cell:.1f}" for cell in cells))
     load_now = os.getloadavg()[0]
     tables.show(tables.console, table)
     tables.say(f"{arguments.slots} at a time on {os.cpu_count()} cores; load of the machine {load_now:.1f}")

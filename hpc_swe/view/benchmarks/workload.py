@@ -98,17 +98,3 @@ def parse_lengths(text: str) -> list[int]:
             )
         found += [length] * count
     return found
-
-
-def spell_lengths(lengths: Sequence[int]) -> str:
-    """Return the text that `parse_lengths` reads.
-
-    Example:
-        >>> spell_lengths([64, 64, 32])
-        '64x2,32'
-    """
-    runs: list[tuple[int, int]] = []
-    for length in lengths:
-        same = bool(runs) and runs[-1][0] == length
-        runs = [*runs[:-1], (length, runs[-1][1] + 1)] if same else [*runs, (length, 1)]
-    return ",".join(f"{length}x{count}" if count > 1 else f"{length}" for length, count in runs)

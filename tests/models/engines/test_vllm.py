@@ -385,7 +385,7 @@ def test_a_probe_does_not_wait_for_prompts_to_be_computed_again(
         server.reload("b", probe=probe)
         until(lambda: len(answered) > 64, "the requests that were kept are answered")
         is_over.set()
-    ended = [record.created for record in caplog.records if record.msg == "resumed"]
+    ended = [record.created for record in caplog.records if record.msg.startswith("paused")]
     compared = [record.created for record in caplog.records if record.msg.startswith("compared")]
     assert not [future.exception() for future in asking if future.exception()]
     assert sum(ended[0] < at < compared[0] for at in answered) < 8, "answers meanwhile"

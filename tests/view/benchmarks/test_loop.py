@@ -12,7 +12,6 @@ from hpc_swe.view.benchmarks import watch
 from hpc_swe.view.benchmarks.loop import (
     Loop,
     Step,
-    bias,
     compare,
     first_samples,
     idleness,
@@ -64,12 +63,6 @@ def config():
 def of_deciles(finished: float, trained: list[float]) -> Step:
     counts = {f"length/finished_d{d}": finished for d in range(10)}
     return Step(10.0, counts | {f"length/trained_d{d}": n for d, n in enumerate(trained)}, end=110.0)
-
-
-def test_a_decile_that_is_trained_less_is_named_with_what_chance_does(config):
-    said = bias(Loop(config, [of_deciles(100.0, [100.0] * 9 + [50.0])]))
-    assert "95.0 % of all episodes are trained" in said
-    assert "d9, by -45.0 points; two standard errors are 4.4" in said
 
 
 def test_idle_time_is_that_of_the_steps_and_of_the_engines_of_the_run(config):

@@ -7,7 +7,7 @@ import pytest
 
 from tests.kit.checkout import IMAGES, ROOT, environment
 
-ROWS = ("open a sandbox", "tool evaluate", "close a sandbox", "a grading", "a reward worker's grading")
+ROWS = ("open a sandbox", "tool evaluate", "close a sandbox", "a grading")
 
 
 @pytest.mark.slow

@@ -1,16 +1,14 @@
-"""Every column of a benchmark trains the same packs, and the mask has the share that was asked for."""
+"""All ranks of a benchmark train the same packs, and the mask has the share that was asked for."""
 
 import numpy as np
 import pytest
 
 from hpc_swe.base.errors import ConfigError
-from hpc_swe.view.benchmarks.ranks import OUT_OF_MEMORY, reason
-from hpc_swe.view.benchmarks.workload import Workload, parse_lengths, spell_lengths
+from hpc_swe.view.benchmarks.workload import Workload, parse_lengths
 
 
-def test_lengths_are_read_and_spelt():
+def test_lengths_are_read():
     assert parse_lengths("8192x2, 1024,1024") == [8192, 8192, 1024, 1024]
-    assert spell_lengths([8192, 8192, 1024, 5]) == "8192x2,1024,5"
 
 
 @pytest.mark.parametrize("text", ["", "8k", "64x0", "1", "64,,32", "-5"])
@@ -51,13 +49,3 @@ def test_varied_lengths_differ_from_pack_to_pack_and_keep_their_sum():
 def test_packs_that_ranks_cannot_share_are_refused():
     with pytest.raises(ConfigError, match="--packs 4 is no multiple of the 3"):
         work().batch(0, 0, 3)
-
-
-def test_a_failed_column_says_why():
-    logs = ["warning\n", "Traceback ..\n  File x\ntorch.OutOfMemoryError: CUDA out of memory. Tried\n"]
-    assert reason(logs) == OUT_OF_MEMORY
-    assert (
-        reason(["a\nhpc_swe.base.errors.ConfigError: [policy] no\nlast\n"])
-        == "hpc_swe.base.errors.ConfigError: [policy] no"
-    )
-    assert reason(["\n", ""]) == "it wrote nothing"

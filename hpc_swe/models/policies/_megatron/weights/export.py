@@ -68,7 +68,6 @@ class Exporter:
     def write(self, folder: Path, carrier: Carrier = "full") -> dict[str, TensorInfo]:
         """Write this rank's files; no rank waits for the writing of another, which may have failed."""
         self._require_finite()
-        log.debug("checked")
         if carrier == "full":
             self._kept, self._room = {}, None
         if carrier == "base" and not self._keep_on_gpu and self._room is None:
@@ -78,11 +77,9 @@ class Exporter:
         if carrier == "base" and self._kept:  # the first delta need not wait for kernels to be compiled
             least = min(self._kept.values(), key=Tensor.numel).to(self._device)
             encode_all([(least, least)], self._computer)
-        log.debug("encoded")
         shares = [] if carrier == "delta" else self._ranks.gather((files.where, files.size))
         with atomic.storage(folder):
             files.finish()
-        log.debug("written")
         if self._ranks.rank == 0 and carrier != "delta":
             with atomic.storage(folder):
                 self._write_index(folder, shares)
