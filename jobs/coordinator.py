@@ -23,7 +23,6 @@ from hpc_swe.roles.coordinator.loop import Coordinator, Mode
 from hpc_swe.roles.coordinator.maintenance import Maintenance
 from hpc_swe.roles.coordinator.supervision import Supervision
 from hpc_swe.roles.coordinator.training import Training
-from hpc_swe.tasks.sets.base import Weighted
 from jobs import entry
 
 
@@ -74,12 +73,13 @@ def _routing_bytes(model: Path) -> int | None:
 
 
 def _sources(config: RunConfig, taken: Sequence[Task]) -> list[WeightedTasks]:
-    if not isinstance(config.taskset, Weighted):
+    weights = config.taskset.weights
+    if not weights:
         return [WeightedTasks("", tuple(task.task_id for task in taken))]
     by_name: dict[str, list[str]] = {}
     for task in taken:
         by_name.setdefault(task.taskset, []).append(task.task_id)
-    return [WeightedTasks(name, tuple(ids), config.taskset.weights[name]) for name, ids in by_name.items()]
+    return [WeightedTasks(name, tuple(ids), weights[name]) for name, ids in by_name.items()]
 
 
 def _trained(run: RunDir, config: RunConfig, schedule: sft.SftSchedule, curves: Log) -> sft.WarmStart:

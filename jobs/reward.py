@@ -13,7 +13,6 @@ from hpc_swe.config.settings import RunConfig
 from hpc_swe.roles.reward import alone
 from hpc_swe.roles.reward.worker import RewardResources, judge, worker
 from hpc_swe.tasks.hidden_tests import with_versions
-from hpc_swe.tasks.sets.base import Referenced
 from jobs import entry
 
 ALONE = "--alone"
@@ -61,11 +60,7 @@ def graded(run: RunDir) -> dict[str, Task]:
 def references(run: RunDir, config: RunConfig) -> dict[str, str]:
     """Read the reference patches by task id; log a warning when they are expected but missing."""
     found = tasks.read_hidden(run.references)
-    if (
-        not run.references.exists()
-        and config.reward.sentinel_every
-        and isinstance(config.taskset, Referenced)
-    ):
+    if not run.references.exists() and config.reward.sentinel_every:
         log.warning("%s is missing: no sentinel of this worker grades a reference", run.references)
     return found
 

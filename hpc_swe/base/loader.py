@@ -6,17 +6,20 @@ Its fields are its TOML table, its methods do its work, and its file name is its
     type = "grpo"            # models/advantages/grpo.py, class Grpo
     scale_by_std = false     # field of that class
 
-A plugin of your own may be in any importable module: ``type = "my_lab.advantages:Rloo"``. Importing a plugin
-file is cheap; heavy libraries are imported in the method that needs them.
+A plugin inherits the class of its family, whose methods say what it must do and what it may do:
+``class Rloo(Plugin, Advantage, frozen=True, kw_only=True)``. One of your own may be in any importable module:
+``type = "my_lab.advantages:Rloo"``. Importing a plugin file is cheap; heavy libraries are imported in the
+method that needs them.
 """
 
 import importlib
 import pkgutil
 import re
+from abc import ABCMeta
 from typing import Any, get_args, get_origin
 
 import msgspec
-from msgspec import Struct, ValidationError, convert
+from msgspec import Struct, StructMeta, ValidationError, convert
 from msgspec.structs import asdict
 
 from hpc_swe.base.cli import suggestion
@@ -33,19 +36,36 @@ PACKAGES = {
     "tasksets": "hpc_swe.tasks.sets",
     "tools": "hpc_swe.agents.tools",
 }
-"""Family -> its package: `base` says what a plugin of the family is, and each other public module a type."""
+"""Family -> its package: `base` has the class of the family, and each other public module a type."""
+CLASSES = {
+    "advantages": "Advantage",
+    "agents": "Agent",
+    "engines": "Engine",
+    "executors": "Executor",
+    "graders": "Grader",
+    "policies": "Policy",
+    "sandboxes": "Sandboxes",
+    "tasksets": "Taskset",
+    "tools": "Tool",
+}
+"""Family -> the class that its plugins inherit."""
 TABLES = {"policies": "policy", "sandboxes": "sandbox", "tools": "agent.tools"}
 """Family -> its table in TOML, where that is not the family without its last letter."""
 
 
-class Plugin(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Serve as the base of every plugin."""
+class _PluginMeta(StructMeta, ABCMeta):
+    """Make classes that are structs and have abstract methods."""
+
+
+class Plugin(Struct, metaclass=_PluginMeta, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Serve as the base of every plugin, beside the class of its family."""
 
 
 def load(family: str, table: dict[str, Any]) -> Any:
     """Build the plugin that a TOML table names.
 
-    Raise ConfigError if the type is unknown, or a field is missing, misspelt or of the wrong type.
+    Raise ConfigError if the type is unknown or does not inherit the class of its family, or if a field is
+    missing, misspelt or of the wrong type.
     """
     if not isinstance(table, dict) or not isinstance(table.get("type"), str):
         raise ConfigError(
@@ -69,10 +89,26 @@ def load(family: str, table: dict[str, Any]) -> Any:
             f"[{_table(family)}] has no type {kind!r}{suggestion(kind, known(family))}; "
             f"known: {', '.join(known(family))}; for your own write type = 'package.module:Class'"
         ) from None
+    if problem := _not_of_family(family, plugin):
+        raise ConfigError(f"[{_table(family)}] type = {kind!r}: {problem}")
     try:
         return convert(fields, plugin)
     except ValidationError as error:
         raise ConfigError(f"[{_table(family)}] type = {kind!r}: {error}{hint(plugin, error)}") from None
+
+
+def _not_of_family(family: str, plugin: Any) -> str:
+    """Say why a class cannot be a plugin of a family, and the remedy; an empty text if it can."""
+    module, name = f"{PACKAGES[family]}.base", CLASSES[family]
+    wanted = getattr(importlib.import_module(module), name)
+    if not (isinstance(plugin, type) and issubclass(plugin, Plugin) and issubclass(plugin, wanted)):
+        own = getattr(plugin, "__name__", "X")
+        return (
+            f"it must inherit Plugin of hpc_swe.base.loader and {name} of {module}: "
+            f"class {own}(Plugin, {name}, frozen=True, kw_only=True)"
+        )
+    missing = ", ".join(sorted(plugin.__abstractmethods__))
+    return f"it lacks what {name} of {module} demands: {missing}" if missing else ""
 
 
 def hint(kind: Any, error: ValidationError) -> str:

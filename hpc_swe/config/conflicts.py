@@ -13,9 +13,7 @@ from msgspec.structs import asdict
 from hpc_swe.base import loader
 from hpc_swe.cluster.executors.base import SINGLETON_ROLES
 from hpc_swe.config.settings import RunConfig
-from hpc_swe.models.advantages.base import Bounded
-from hpc_swe.models.engines.base import Sleeping
-from hpc_swe.models.policies.base import DeltaPolicy, LossConfig
+from hpc_swe.models.policies.base import LossConfig
 
 MOST_STATUS_S = 300.0
 MOST_PASSES, MOST_WITH_SQUARE = 4, 9
@@ -45,7 +43,7 @@ def of_new_runs(config: RunConfig) -> Iterator[str]:
             why = "; learner.data_parallel = 2 makes two copies of the model" if role == "learner" else ""
             yield f"counts.{role} = {config.counts[role]}: a run has one{why}; leave the key out"
     policy, snapshot_every = config.policy, config.learner.snapshot_every
-    if snapshot_every > 1 and isinstance(policy, DeltaPolicy) and policy.why_no_deltas:
+    if snapshot_every > 1 and policy.why_no_deltas:
         yield f"learner.snapshot_every = {snapshot_every} and {policy.why_no_deltas}, or snapshot_every = 1"
     yield from _wrong_batch_wait(config)
     yield from _unread_reports(config)
@@ -59,14 +57,13 @@ def of_new_runs(config: RunConfig) -> Iterator[str]:
             f"eval.every = {every} is no multiple of learner.export_every = {export_every}: the weights of "
             f"an evaluation's step would not exist; set it to {-(-every // export_every) * export_every}"
         )
-    if isinstance(config.advantage, Bounded):
-        lowest = config.advantage.lowest_reward
-        given = {key: value for key, value in _table(config.grader).items() if key.endswith("_reward")}
-        if lower := [f"grader.{key} = {value:g}" for key, value in given.items() if value < lowest]:
-            yield (
-                f"[advantage] needs rewards of {lowest:g} or more, but found {' and '.join(lower)}; raise "
-                "that, or use the advantage grpo"
-            )
+    lowest = config.advantage.lowest_reward
+    given = {key: value for key, value in _table(config.grader).items() if key.endswith("_reward")}
+    if lower := [f"grader.{key} = {value:g}" for key, value in given.items() if value < lowest]:
+        yield (
+            f"[advantage] needs rewards of {lowest:g} or more, but found {' and '.join(lower)}; raise "
+            "that, or use the advantage grpo"
+        )
 
 
 def doubts(config: RunConfig) -> Iterator[str]:
@@ -213,7 +210,7 @@ def _unread_bounds(loss: LossConfig) -> Iterator[str]:
 def _missing_for_hybrid(config: RunConfig) -> Iterator[str]:
     if config.inference.url:
         yield "hybrid = true lets the learner share GPUs with engines of the run; leave inference.url empty"
-    if not isinstance(config.engine, Sleeping):
+    if config.engine.sleep_arguments is None:
         yield "hybrid = true needs an engine that can free its GPUs, such as [engine] type = 'vllm'"
 
 

@@ -3,8 +3,6 @@
 from hpc_swe.base.records import Role
 from hpc_swe.cluster.executors.base import SINGLETON_ROLES
 from hpc_swe.config.settings import RunConfig
-from hpc_swe.models.engines.base import EstimatedEngine
-from hpc_swe.models.policies.base import EstimatedPolicy
 
 ROLES: dict[str, tuple[Role, ...]] = {
     "grpo": ("coordinator", "learner", "inference", "rollout", "reward"),
@@ -46,10 +44,10 @@ def engines_beside(role: str, config: RunConfig) -> int:
 
 def gpus(role: str, config: RunConfig) -> int | None:
     """Count the GPUs that one job of a role computes on; None where the plugin does not know."""
-    engine = config.engine.gpus if isinstance(config.engine, EstimatedEngine) else None
+    engine = config.engine.gpus
     if role == "inference":
         return engine
-    if role == "learner" and isinstance(config.policy, EstimatedPolicy):
+    if role == "learner" and config.policy.gpus is not None:
         own, engines = processes(role, config) * config.policy.gpus, engines_beside(role, config)
         if engines and engine is None:
             return own or None  # not 0, which would hide all GPUs from engines that may need some

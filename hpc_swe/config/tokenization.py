@@ -5,15 +5,12 @@ from pathlib import Path
 from hpc_swe.agents.chat import TokenBuilder
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.config.settings import RunConfig
-from hpc_swe.models.engines.base import Stopping
 from hpc_swe.models.model_shape import read_config
 
 
 def token_builder(config: RunConfig) -> TokenBuilder:
     """Build what turns messages into ids; raise ConfigError if tokenizer or chat template are unusable."""
-    engine, rollout = config.engine, config.rollout
-    stops = engine.stop_token_ids if isinstance(engine, Stopping) else ()
-    model = Path(config.model)
+    model, rollout, stops = Path(config.model), config.rollout, config.engine.stop_token_ids
     builder = TokenBuilder(model, rollout.tool_parser, rollout.template_arguments, stops)
     _require_rows(model, builder.largest_id)
     return builder

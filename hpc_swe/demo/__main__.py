@@ -25,7 +25,6 @@ from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import evals
 from hpc_swe.base.store.evals import Attempt
 from hpc_swe.base.tables import console, say
-from hpc_swe.cluster.executors.base import RunsHere
 from hpc_swe.cluster.processes import completed
 from hpc_swe.config import config as configuration
 from hpc_swe.demo.model import SHAPES, SIZES
@@ -94,7 +93,7 @@ class Demo:
         words += [f"seed={self.seed}", f'model="{model.absolute()}"']
         words += [*(word for word in more if "=" in word), *of_stage(self.overrides, files)]
         config = configuration.from_words(words)
-        if isinstance(config.executor, RunsHere):
+        if config.executor.is_here:
             config = configuration.from_words([*words, "executor.foreground=true"])
         if not run.finished.exists():
             run_control.start(run, config, words)

@@ -27,7 +27,6 @@ from hpc_swe.base.records import Record
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, evals, weights
 from hpc_swe.base.tables import console, say
-from hpc_swe.cluster.executors.base import GrantsGpus, RunsHere
 from hpc_swe.cluster.processes import completed
 from hpc_swe.config import config as configuration
 from hpc_swe.config import job_counts
@@ -82,8 +81,6 @@ class Clock:
 def held_gpus(config: RunConfig) -> int:
     """Count the GPUs that all jobs of a run hold together, as far as its executor knows them."""
     executor = config.executor
-    if not isinstance(executor, GrantsGpus):
-        return 0
     grants = [(jobs, executor.gpu_grant(role)) for role, jobs in job_counts.desired(config).items()]
     counts = [jobs * grant.count for jobs, grant in grants if grant]
     return max(counts, default=0) if configuration.dump(config)["executor"].get("share_gpus") else sum(counts)
@@ -114,7 +111,7 @@ class Repair:
         """Return the configuration of a stage, whose jobs end with this command if they run here."""
         given = [*of_stage(self.words, files), f"model={_text(model or self.model)}", *words]
         config = configuration.from_words(given)
-        if isinstance(config.executor, RunsHere):
+        if config.executor.is_here:
             config = configuration.from_words([*given, "executor.foreground=true"])
         return config
 

@@ -19,10 +19,6 @@ from hpc_swe.base.rundir import RunDir
 from hpc_swe.cluster.executors.base import (
     LEARNER_PROCESSES,
     GpuGrant,
-    GrantsGpus,
-    GrantsMemory,
-    RunsHere,
-    Scheduled,
     own_environment,
 )
 from hpc_swe.config import conflicts, job_counts
@@ -32,9 +28,9 @@ from hpc_swe.launch import create, demonstrations, estimate, existing, submit
 from hpc_swe.launch.create import Taken
 from hpc_swe.models import builds
 from hpc_swe.models.costs import GIB
-from hpc_swe.models.engines.base import EngineInfo, EstimatedEngine
+from hpc_swe.models.engines.base import EngineInfo
 from hpc_swe.models.model_shape import ModelShape, refuse_mark
-from hpc_swe.models.policies.base import EstimatedPolicy, Policy
+from hpc_swe.models.policies.base import Policy
 from hpc_swe.models.weight_files import locate, require_tensors
 
 
@@ -86,7 +82,7 @@ def _rules(run: RunDir, config: RunConfig) -> Iterator[str]:
 def _model(_: RunDir, config: RunConfig) -> Iterator[str]:
     """Check the model's files; the weights only for roles that load them."""
     model, wanted, engine = Path(config.model), _wanted(config), config.engine
-    served = _serves(config) and isinstance(engine, EstimatedEngine) and engine.loads_weights
+    served = _serves(config) and engine.loads_weights
     if unreadable := [*_unreadable(model)]:
         yield from unreadable
         return
@@ -157,13 +153,13 @@ def _parallel(_: RunDir, config: RunConfig) -> Iterator[str]:
     model, wanted, engine, policy = Path(config.model), _wanted(config), config.engine, config.policy
     if not (model / "config.json").is_file():
         return
-    if "learner" in wanted and isinstance(policy, EstimatedPolicy):
+    if "learner" in wanted:
         complaints = [*_complaints(lambda: policy.check_model(model, config.learner.data_parallel))]
         yield from complaints
         if _needs_reference(config) and not complaints:
             shape, reference = ModelShape.read(model), Path(config.reference)
             yield from _complaints(lambda: require_tensors(reference, shape, "reference"))
-    if _serves(config) and isinstance(engine, EstimatedEngine):
+    if _serves(config):
         yield from _complaints(lambda: engine.check_model(model))
 
 
@@ -175,8 +171,6 @@ def _jobs(run: RunDir, config: RunConfig) -> Iterator[str]:
 
 def _gpus(_: RunDir, config: RunConfig) -> Iterator[str]:
     """Check that each job gets as many GPUs as its processes compute on, and no more, which others need."""
-    if not isinstance(config.executor, GrantsGpus):
-        return
     for role in _wanted(config):
         needed, grant = job_counts.gpus(role, config), config.executor.gpu_grant(role)
         if needed is None or grant is None or grant.count == needed:
@@ -199,8 +193,7 @@ def _gpus(_: RunDir, config: RunConfig) -> Iterator[str]:
 
 def _host_memory(_: RunDir, config: RunConfig) -> Iterator[str]:
     """Check that the learner's job gets the host memory that it surely keeps."""
-    executor = config.executor
-    grant = executor.memory_grant("learner") if isinstance(executor, GrantsMemory) else None
+    grant = config.executor.memory_grant("learner")
     if grant is None or not (Path(config.model) / "config.json").is_file():
         return
     try:
@@ -221,7 +214,8 @@ def _surplus(role: Role, needed: int, grant: GpuGrant, config: RunConfig) -> str
     if role == "learner":
         size, device = "learner.data_parallel", "policy"
     more = f"raise {size} to use them" if needed else f"set {device}.device = 'gpu'"
-    nodes = config.executor.request(role, 1, 1).nodes if isinstance(config.executor, Scheduled) else 1
+    request = config.executor.request(role, 1, 1)
+    nodes = request.nodes if request else 1
     each = f"{needed // nodes} on each node" if nodes > 1 else f"{needed}"
     return (
         f"[executor] {grant.key} gives a job of {role} {grant.count} GPUs, but it computes on {needed}; ask "
@@ -231,7 +225,7 @@ def _surplus(role: Role, needed: int, grant: GpuGrant, config: RunConfig) -> str
 
 def _knows_engines(config: RunConfig) -> bool:
     """Tell whether the GPUs of engines in the learner's job, if there are any, are counted."""
-    return not job_counts.is_hybrid(config) or isinstance(config.engine, EstimatedEngine)
+    return not job_counts.is_hybrid(config) or config.engine.gpus is not None
 
 
 def _gpu_memory(_: RunDir, config: RunConfig) -> Iterator[str]:
@@ -246,22 +240,21 @@ def _builds(_: RunDir, config: RunConfig) -> Iterator[str]:
     found = builds.installed()
     if config.executor.is_here:
         found = replace(found, driver_cuda=builds.driver())
-    plugins: list[object] = [config.policy] if "learner" in _wanted(config) else []
+    plugins: list[builds.NeedsBuild] = [config.policy] if "learner" in _wanted(config) else []
     plugins += [config.engine] if _serves(config) else []
     for each in plugins:
-        if isinstance(each, builds.NeedsBuild) and (problem := each.build_problem(found)):
+        if problem := each.build_problem(found):
             yield problem
 
 
 def _nodes(_: RunDir, config: RunConfig) -> Iterator[str]:
     executor, processes = config.executor, job_counts.processes("learner", config)
-    if job_counts.is_hybrid(config) and isinstance(executor, Scheduled):
-        nodes = executor.request("learner", 1, processes).nodes
-        if nodes > 1:
-            yield (
-                f"hybrid = true needs one node, but [executor] roles.learner.nodes = {nodes}: engines share "
-                "the learner's GPUs"
-            )
+    request = executor.request("learner", 1, processes) if job_counts.is_hybrid(config) else None
+    if request and request.nodes > 1:
+        yield (
+            f"hybrid = true needs one node, but [executor] roles.learner.nodes = {request.nodes}: engines "
+            "share the learner's GPUs"
+        )
 
 
 def _machine(_: RunDir, config: RunConfig) -> Iterator[str]:
@@ -269,7 +262,7 @@ def _machine(_: RunDir, config: RunConfig) -> Iterator[str]:
     wanted, executor = job_counts.desired(config), config.executor
     if config.mode != "sft" and executor.is_here:
         yield from _complaints(config.sandbox.check)
-    if isinstance(executor, RunsHere):
+    if executor.is_here:
         yield from _complaints(lambda: executor.check_machine(wanted, own_environment()))
 
 

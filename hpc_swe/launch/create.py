@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 
-from hpc_swe.agents.loops.base import ChecksTasks
 from hpc_swe.agents.sandboxes.base import ImageSandboxes
 from hpc_swe.base.errors import ConfigError, CorruptRecord, StorageError
 from hpc_swe.base.records import RunManifest, Split, Task
@@ -29,7 +28,6 @@ from hpc_swe.config import conflicts
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.launch import trajectories as conversations
 from hpc_swe.tasks import task_checks
-from hpc_swe.tasks.sets.base import CheckedTasks, Composed, Referenced, WithChangedTests
 
 ENGINE_KEY = "VLLM_API_KEY"  # the environment variable of `launch start` that holds an engine's key
 MAKING = ".making"  # folder below the run's in which a start prepares the files
@@ -152,10 +150,8 @@ def publish(run: RunDir, place: RunDir, config: RunConfig, taken: Taken, model_s
     if taken.trajectories:
         trajectories.write(place.trajectories, taken.trajectories)
     all_tasks = [task for split in taken.tasks.values() for task in split]
-    if isinstance(config.taskset, WithChangedTests):
-        tasks.write_hidden(place.changed_tests, config.taskset.changed_tests(all_tasks))
-    if isinstance(config.taskset, Referenced):
-        tasks.write_hidden(place.references, config.taskset.references(all_tasks))
+    tasks.write_hidden(place.changed_tests, config.taskset.changed_tests(all_tasks))
+    tasks.write_hidden(place.references, config.taskset.references(all_tasks))
     data = encoded(configuration.dump(config))
     atomic.write(place.made, data)
     atomic.put(
@@ -289,13 +285,11 @@ def _require_images(config: RunConfig, tasks: Sequence[Task]) -> None:
 
 def _require_checked(config: RunConfig, tasks: Sequence[Task]) -> None:
     """Log if nobody has checked the tasks; raise ConfigError if their images are not the checked ones."""
-    taskset = config.taskset
-    parts = [*taskset.by_part(tasks)] if isinstance(taskset, Composed) else [(taskset, [*tasks])]
-    for part, own in parts:
-        if not own or not isinstance(part, CheckedTasks):
+    for part, own in config.taskset.by_part(tasks):
+        if not own or part.checked is None:
             continue
         if not part.checked:
-            where = "taskset" if part is taskset else f"taskset.parts.{own[0].taskset}"
+            where = "taskset" if part is config.taskset else f"taskset.parts.{own[0].taskset}"
             log.warning(
                 "[%s] checked is not set: nobody has checked these tasks, none has a second sitting", where
             )
@@ -312,7 +306,7 @@ def _take_tasks(config: RunConfig) -> Mapping[Split, Sequence[Task]]:
     taken = wanted.take(config.taskset)
     _require_images(config, [*taken["train"], *taken["eval"]])
     _require_checked(config, [*taken["train"], *taken["eval"]])
-    if config.mode != "sft" and isinstance(config.agent, ChecksTasks):
+    if config.mode != "sft":
         config.agent.check_tasks([*taken["train"], *taken["eval"]])
     if config.mode == "eval" and not taken["eval"]:
         raise ConfigError(

@@ -7,13 +7,11 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 
-from hpc_swe.agents.loops.base import Prefaced
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.records import Sample
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.config.tokenization import token_builder
 from hpc_swe.roles.coordinator import sft
-from hpc_swe.tasks.sets.base import Demonstrated
 
 
 def samples(config: RunConfig, fates: Counter[str]) -> Iterator[Sample | None]:
@@ -21,19 +19,19 @@ def samples(config: RunConfig, fates: Counter[str]) -> Iterator[Sample | None]:
 
     Raise ConfigError when the task set has none, or when agent or chat template cannot show them.
     """
-    if not isinstance(config.taskset, Demonstrated):
+    preface, conversations = config.agent.preface, config.taskset.demonstrations(config.seed)
+    if conversations is None:
         raise ConfigError(
             f"[taskset] {type(config.taskset).__name__} shows no demonstrations; set sft.source"
         )
-    if not isinstance(config.agent, Prefaced):
+    if preface is None:
         raise ConfigError(
             f"[agent] {type(config.agent).__name__} does not say what its policy is shown; warm-start with "
             'sft.source = "episodes"'
         )
-    preface, builder = config.agent.preface, token_builder(config)
-    conversations = sft.with_system_prompt(config.taskset.demonstrations(config.seed), preface)
-    encode = partial(builder.demonstration, tools=preface.tools)
-    return sft.from_conversations(conversations, encode, config.rollout.context, fates)
+    encode = partial(token_builder(config).demonstration, tools=preface.tools)
+    shown = sft.with_system_prompt(conversations, preface)
+    return sft.from_conversations(shown, encode, config.rollout.context, fates)
 
 
 def check(config: RunConfig) -> None:

@@ -12,13 +12,12 @@ from pathlib import Path
 
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.records import Role
-from hpc_swe.cluster.executors.base import GrantsGpus, GrantsMemory, ResourceRequest, Scheduled
+from hpc_swe.cluster.executors.base import ResourceRequest
 from hpc_swe.config.job_counts import desired, engines_beside, gpus, is_hybrid, processes
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.models.costs import GIB, MemoryEstimate, Part
-from hpc_swe.models.engines.base import EstimatedEngine, RoutingEngine
 from hpc_swe.models.model_shape import ModelShape
-from hpc_swe.models.policies.base import WRITERS, EstimatedPolicy
+from hpc_swe.models.policies.base import WRITERS
 from hpc_swe.roles.coordinator import evaluation, sft, training
 
 BATCH_TOKEN = 17  # bytes of a token in a batch: id, log-probability, advantage, weight of 4 each; mask
@@ -38,10 +37,11 @@ MOST_PER_CORE: dict[Role, int] = {"rollout": 16, "reward": 2}
 AHEAD = {"grpo": training.AHEAD, "sft": sft.AHEAD}
 
 
-def requests(config: RunConfig, executor: Scheduled) -> list[ResourceRequest]:
-    """Return what the run asks of the scheduler at once, by role."""
-    wanted = desired(config).items()
-    return [executor.request(role, jobs, processes(role, config)) for role, jobs in wanted if jobs]
+def requests(config: RunConfig) -> list[ResourceRequest]:
+    """Return what the run asks of a scheduler at once, by role."""
+    wanted, ask = desired(config).items(), config.executor.request
+    found = [ask(role, jobs, processes(role, config)) for role, jobs in wanted if jobs]
+    return [request for request in found if request]
 
 
 def crowded(config: RunConfig, cores_here: int) -> Iterator[str]:
@@ -51,8 +51,8 @@ def crowded(config: RunConfig, cores_here: int) -> Iterator[str]:
     for role, each in slots.items():
         jobs, cores, where = wanted.get(role, 0), cores_here, "this machine"
         remedy = f"set {role}.slots or counts.{role} lower"
-        if isinstance(executor, Scheduled):
-            jobs, cores, where = min(jobs, 1), executor.request(role, 1, 1).cores, "each job"
+        if request := executor.request(role, 1, 1):
+            jobs, cores, where = min(jobs, 1), request.cores, "each job"
             remedy = f"give it {math.ceil(each / MOST_PER_CORE[role])} cores, or set {role}.slots lower"
         if jobs * each > MOST_PER_CORE[role] * cores:
             yield (
@@ -63,7 +63,7 @@ def crowded(config: RunConfig, cores_here: int) -> Iterator[str]:
 
 def learner(config: RunConfig) -> MemoryEstimate | None:
     """Estimate the memory of a learner's process; None without a learner, and for one that does not know."""
-    if not desired(config).get("learner") or not isinstance(config.policy, EstimatedPolicy):
+    if not desired(config).get("learner"):
         return None
     sizes = (config.learner.data_parallel, config.batches.microbatch_tokens)
     return config.policy.memory(Path(config.model), *sizes, config.kept)
@@ -72,7 +72,7 @@ def learner(config: RunConfig) -> MemoryEstimate | None:
 def engine(config: RunConfig) -> MemoryEstimate | None:
     """Estimate the memory of an engine's GPU; None where the run starts no engine, or its kind is unknown."""
     starts = desired(config).get("inference") or is_hybrid(config)
-    if not starts or not isinstance(config.engine, EstimatedEngine):
+    if not starts:
         return None
     return config.engine.memory(Path(config.model), config.rollout.context)
 
@@ -114,23 +114,23 @@ def gpu_needs(config: RunConfig) -> list[GpuNeed]:
             continue
         if needs is None or not needs.least or not gpus(what.replace("engine", "inference"), config):
             continue
-        grant = config.executor.gpu_grant(role) if isinstance(config.executor, GrantsGpus) else None
+        grant = config.executor.gpu_grant(role)
         found.append(GpuNeed(what, role, needs.least / GIB, grant.gib if grant else 0.0, remedy))
     return found
 
 
 def host(config: RunConfig) -> list[Part]:
     """Estimate what the learner's job surely keeps in the memory of each node, beside programs."""
-    found, served, executor = learner(config), engine(config), config.executor
+    found, served = learner(config), engine(config)
     if found is None:
         return []
-    grant = executor.memory_grant("learner") if isinstance(executor, GrantsMemory) else None
+    grant = config.executor.memory_grant("learner")
     count = processes("learner", config) // (grant.nodes if grant else 1)
     parts = [Part(each.what, f"{count} x {each.formula}", count * each.bytes) for each in found.host]
     if not is_hybrid(config):
         return parts
     parts.append(_moved("hybrid: the learner's state", count, found))
-    if served and isinstance(config.engine, EstimatedEngine) and config.engine.gpus:
+    if served and config.engine.gpus:
         workers = engines_beside("learner", config) * config.engine.gpus
         parts.append(_moved("hybrid: engines asleep", workers, served, ", at most twice"))
     return parts
@@ -162,9 +162,10 @@ def disk(config: RunConfig) -> list[Part]:
 def _states(config: RunConfig) -> list[Part]:
     """Estimate all versions of the weights, and all checkpoints; nothing for a policy that does not know."""
     policy, learner, kept = config.policy, config.learner, config.retention
-    if not isinstance(policy, EstimatedPolicy):
+    sizes = policy.files(Path(config.model))
+    if sizes is None:
         return []
-    weights, checkpoint = policy.files(Path(config.model))
+    weights, checkpoint = sizes
     ranks = policy.processes * learner.data_parallel
 
     def milestones(made_every: int) -> int:
@@ -216,8 +217,8 @@ def _batches(config: RunConfig) -> Part:
 
 def _routing(config: RunConfig) -> int:
     """Return the bytes by which the experts of a token enlarge messages and batches; the archive has none."""
-    asks = isinstance(config.engine, RoutingEngine) and config.engine.return_routing
-    return ModelShape.read(Path(config.model)).routing_bytes if asks and config.mode == "grpo" else 0
+    asks = config.engine.return_routing and config.mode == "grpo"
+    return ModelShape.read(Path(config.model)).routing_bytes if asks else 0
 
 
 def _episodes(config: RunConfig) -> list[Part]:

@@ -10,7 +10,7 @@ from hpc_swe.base import tables
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import submissions
-from hpc_swe.cluster.executors.base import ResourceRequest, Scheduled
+from hpc_swe.cluster.executors.base import ResourceRequest
 from hpc_swe.config import config as configuration
 from hpc_swe.config import job_counts
 from hpc_swe.config.settings import RunConfig
@@ -94,10 +94,10 @@ def _verdict(need: GpuNeed) -> str:
 
 
 def _jobs(config: RunConfig) -> RenderableType:
-    if not isinstance(config.executor, Scheduled):
+    if config.executor.is_here:
         counts = ", ".join(f"{count} {role}" for role, count in job_counts.desired(config).items() if count)
         return f"local: {counts}, all on this machine; nothing is asked of a scheduler"
-    found = estimate.requests(config, config.executor)
+    found = estimate.requests(config)
     columns = ["jobs", "nodes", "cores", "mem GB", "GPUs", "hours", "node-h", "core-h", "GPU-h"]
     table = tables.table(["role"], columns, title="asked of Slurm at once, and used in one walltime")
     for each in found:

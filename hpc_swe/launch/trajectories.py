@@ -17,7 +17,6 @@ from rich.table import Table
 from hpc_swe.agents.chat import rows
 from hpc_swe.agents.chat.rows import ChatRow
 from hpc_swe.agents.chat.tokens import Tokens
-from hpc_swe.agents.loops.base import Preface, Prefaced
 from hpc_swe.base import records, tables
 from hpc_swe.base.errors import AgentError, ConfigError
 from hpc_swe.base.records import Message, RunManifest, Split
@@ -126,14 +125,12 @@ class _Encoder:
 
     def __init__(self, config: RunConfig) -> None:
         self._config, self._builder = config, token_builder(config)
-        self._preface: Preface | None = None
-        if config.sft.shown == "agent":
-            if not isinstance(config.agent, Prefaced):
-                raise ConfigError(
-                    f"[agent] {type(config.agent).__name__} does not say what its policy is shown; set "
-                    'sft.shown = "row"'
-                )
-            self._preface = config.agent.preface
+        self._preface = config.agent.preface if config.sft.shown == "agent" else None
+        if self._preface is None and config.sft.shown == "agent":
+            raise ConfigError(
+                f"[agent] {type(config.agent).__name__} does not say what its policy is shown; set "
+                'sft.shown = "row"'
+            )
 
     def encode(self, row: ChatRow) -> Trajectory:
         """Return a row's tokens, cut to the context.

@@ -10,7 +10,6 @@ from hpc_swe.base.records import Role, StatusReport
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, checkpoints, stop_signs, supervision
 from hpc_swe.base.store.lease import Watcher
-from hpc_swe.cluster.executors.base import RunsHere
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.launch import submit
 from hpc_swe.launch.control import stop
@@ -131,7 +130,7 @@ def given_up(plan: TickResult, lost_at: Mapping[Role, float], now: float) -> lis
 
 def left(run: RunDir, config: RunConfig) -> str:
     """Say what happens to a run that is no longer watched."""
-    if isinstance(config.executor, RunsHere) and config.executor.foreground:
+    if config.executor.foreground:
         return "stopped; its jobs end with this command, because [executor] foreground is set"
     status, end = (f"`python -m hpc_swe.{verb} {run.root}`" for verb in ("status", "launch stop"))
     return f"detached; jobs keep running. {status} shows them, {end} ends them"

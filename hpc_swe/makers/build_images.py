@@ -20,7 +20,6 @@ from hpc_swe.config import config as configuration
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.makers.images.sources import Built, ImageSource, Pulled
 from hpc_swe.makers.images.store import ImageStore, Problem
-from hpc_swe.tasks.sets.base import Referenced
 
 
 def wanted(config: RunConfig) -> tuple[ImageSandboxes, list[list[Problem]]]:
@@ -29,7 +28,7 @@ def wanted(config: RunConfig) -> tuple[ImageSandboxes, list[list[Problem]]]:
     Raise ConfigError if tasks of one image have different base commits.
     """
     taskset, sandbox = config.taskset, config.sandbox
-    if isinstance(taskset, Referenced) and isinstance(sandbox, ImageSandboxes):
+    if isinstance(sandbox, ImageSandboxes):
         taken = chain.from_iterable(config.tasks.take(taskset).values())
         tasks = {task.task_id: task for task in taken if task.base_commit}.values()
         references = taskset.references(tasks)

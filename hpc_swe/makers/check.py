@@ -30,10 +30,9 @@ from hpc_swe.base.tables import bars, console, say
 from hpc_swe.config import config as configuration
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.tasks import task_checks
-from hpc_swe.tasks.graders.base import Examiner, Grader, Inspection, Inspector, Regrader
+from hpc_swe.tasks.graders.base import Grader, Inspection
 from hpc_swe.tasks.hidden_tests import Version, with_unsealed
 from hpc_swe.tasks.patch import apply
-from hpc_swe.tasks.sets.base import CheckedTasks, Composed, Referenced
 from hpc_swe.tasks.task_checks import TAKEN, Kind, Seconds, TaskCheck
 
 COLUMNS = ("bare", "overhead")
@@ -65,10 +64,9 @@ class Checker:
         seen: Inspection | None = None
         asked = task
         try:
-            if isinstance(self.grader, Inspector):
-                with boundary(EpisodeError, "inspect the tests"):
-                    seen = self.grader.inspect(task, reference, self.sandboxes)
-                task = with_unsealed(task, seen.unsealed)
+            with boundary(EpisodeError, "inspect the tests"):
+                seen = self.grader.inspect(task, reference, self.sandboxes)
+            task = with_unsealed(task, seen.unsealed if seen else {})
             for _ in range(self.runs):
                 with boundary(EpisodeError, "grade"):  # swebench's parsers may raise anything
                     if reference is not None:
@@ -79,7 +77,7 @@ class Checker:
             kind, reason = judged(gold, empty)
             if kind in ("unproven", "gold_fails") and not task.base_commit:
                 kind, reason = self._blamed_on_image(task, reference or "") or (kind, reason)
-            if kind in TAKEN and seen and isinstance(self.grader, Inspector) and not self.grader.proves(seen):
+            if kind in TAKEN and seen and not self.grader.proves(seen):
                 kind, reason = "unsealed", _NOTHING_SEALED
             if kind == "usable":
                 versions, unchanged = self._changed(task, reference or "")
@@ -114,8 +112,6 @@ class Checker:
         return score, Seconds(bare=bare_s, overhead=max(0.0, whole_s - bare_s))
 
     def _changed(self, task: Task, reference: str) -> tuple[list[Version], str]:
-        if not isinstance(self.grader, Regrader):
-            return [], "this grader has no second sitting"
         with boundary(EpisodeError, "change tests"):
             return self.grader.changed_tests(task, reference, self.sandboxes)
 
@@ -135,11 +131,10 @@ class Checker:
 
     def _grade(self, task: Task, submission: str) -> Score:
         """Grade a patch, and once more if the host failed."""
-        judge = self.grader.examine if isinstance(self.grader, Examiner) else self.grader.grade
         try:
-            return judge(task, submission, self.sandboxes)
+            return self.grader.examine(task, submission, self.sandboxes)
         except EpisodeError:
-            return judge(task, submission, self.sandboxes)
+            return self.grader.examine(task, submission, self.sandboxes)
 
     def _image(self, task: Task) -> str:
         return "" if self.images is None else task_checks.image_digest(self.images, task.image)
@@ -196,13 +191,7 @@ def _run_bare(task: Task, reference: str, sandboxes: Sandboxes) -> tuple[float, 
 
 def wanted(config: RunConfig) -> tuple[list[Task], dict[str, str]]:
     """Return the tasks that a run would take if all were usable, and the references that are known."""
-    taskset = config.taskset
-    if isinstance(taskset, CheckedTasks | Composed):
-        taskset = taskset.unchecked()
-    if not isinstance(taskset, Referenced):
-        raise ConfigError(
-            f"[taskset] {type(taskset).__name__} has no references, so its tasks cannot be checked"
-        )
+    taskset = config.taskset.unchecked()
     taken = config.tasks.take(taskset)
     tasks = taken["train"] + taken["eval"]
     return tasks, taskset.references(tasks)

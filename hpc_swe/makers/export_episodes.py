@@ -14,7 +14,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hpc_swe.agents.loops.base import Prefaced
 from hpc_swe.base import cli, tables
 from hpc_swe.base.errors import ConfigError, StorageError, boundary
 from hpc_swe.base.records import Message, RunManifest, Sample, ScoredEpisode, id_array
@@ -80,8 +79,8 @@ class RunExport:
         self.run, self.config = RunDir(folder), existing.load(RunDir(folder))
         self._run_id = atomic.get(self.run.manifest, RunManifest).run_id
         self._tokenizer = trajectories.tokenizer_digest(self.run)
-        agent = self.config.agent
-        self._tools = agent.preface.tools if isinstance(agent, Prefaced) else ""
+        preface = self.config.agent.preface
+        self._tools = preface.tools if preface else ""
 
     def episodes(self) -> Iterator[ScoredEpisode]:
         """Yield the training episodes, or those of the evaluation when the run is nothing else.

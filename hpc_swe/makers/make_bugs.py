@@ -37,7 +37,6 @@ from hpc_swe.makers.bugs.sources import CodeSource, Search
 from hpc_swe.makers.bugs.surveys import Survey, needed, survey
 from hpc_swe.makers.bugs.trials import TrialPlace
 from hpc_swe.tasks import task_checks
-from hpc_swe.tasks.graders.base import Examiner
 
 SPLITS = ("train", "validation", "test")
 TRIED, SURVEYS = "tried.jsonl", "surveys.jsonl"
@@ -240,14 +239,11 @@ def _require_same(out: Path, settings: object) -> None:
     )
 
 
-def _read(arguments: argparse.Namespace) -> tuple[RunConfig, Examiner]:
-    """Return the configuration and its grader; raise ConfigError if tasks cannot be made with the options."""
+def _read(arguments: argparse.Namespace) -> RunConfig:
+    """Return the configuration; raise ConfigError if tasks cannot be made with the options."""
     if not 0 <= arguments.hidden < 1:
         raise ConfigError(f"--hidden {arguments.hidden:g}: it must be at least 0 and below 1")
-    config = configuration.from_words(arguments.config)
-    if not isinstance(config.grader, Examiner):
-        raise ConfigError("[grader] cannot examine the empty patch; choose type = 'pytest'")
-    return config, config.grader
+    return configuration.from_words(arguments.config)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -300,7 +296,7 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     warnings.simplefilter("ignore", SyntaxWarning)  # about code that others wrote
     arguments = cli.parse(_parser())
-    config, grader = _read(arguments)
+    config = _read(arguments)
     search = Search(arguments.library)
     sources = search.find(arguments.sources)
     chosen_settings = {
@@ -311,13 +307,12 @@ def main() -> int:
     _require_same(arguments.out, made_of | {name: str(value) for name, value in chosen_settings.items()})
     config.sandbox.check()
     with task_checks.alone(arguments.out):
-        return _make(arguments, config, grader, search, sources)
+        return _make(arguments, config, search, sources)
 
 
 def _make(
     arguments: argparse.Namespace,
     config: RunConfig,
-    grader: Examiner,
     search: Search,
     sources: Sequence[CodeSource],
 ) -> int:
@@ -327,7 +322,7 @@ def _make(
     surveys = surveyed(place, sources, arguments.out, arguments.jobs)
     usable = [(source, one) for source, one in zip(sources, surveys, strict=True) if not one.reason]
     found, left_out = candidates(usable, arguments.per_function, arguments.seed)
-    trier = Trier(place, grader, arguments.hidden, TIMEOUT_S, arguments.statement)
+    trier = Trier(place, config.grader, arguments.hidden, TIMEOUT_S, arguments.statement)
     maker = Maker(trier, arguments.out, arguments.seed, arguments.split_by)
     tried = maker.run(found, arguments.limit, arguments.jobs)
     counts = write(tried, arguments.out, arguments.limit)

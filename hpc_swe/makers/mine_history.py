@@ -30,7 +30,6 @@ from hpc_swe.makers.history import REFUSALS, Candidate, Commit, RefusedCommit
 from hpc_swe.makers.images.store import ImageStore
 from hpc_swe.makers.mining import VERDICTS, ImageBuilder, Trial, TriedCommit
 from hpc_swe.tasks import task_checks
-from hpc_swe.tasks.graders.base import OutcomeReporter
 from hpc_swe.tasks.swebench_rows import TESTS
 
 COMMAND = "python -m pytest -rA --tb=short --continue-on-collection-errors"
@@ -165,7 +164,7 @@ def show_counts(counts: Counter[str]) -> None:
 
 
 def _trial(arguments: argparse.Namespace, config: RunConfig) -> Trial:
-    if not isinstance(config.grader, OutcomeReporter):
+    if not config.grader.reports_outcomes:
         raise ConfigError("[grader] must be one that reports every test: grader.type = 'swebench'")
     images = None
     config.sandbox.check()

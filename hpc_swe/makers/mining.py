@@ -22,7 +22,7 @@ from hpc_swe.makers.images import links
 from hpc_swe.makers.images.sources import ImageSource
 from hpc_swe.makers.images.store import ImageStore, Problem
 from hpc_swe.tasks import task_checks
-from hpc_swe.tasks.graders.base import OutcomeReporter
+from hpc_swe.tasks.graders.base import Grader
 from hpc_swe.tasks.swebench_rows import TESTS, Recipe, Row, TestPatch, script
 
 EDITION = 1
@@ -108,7 +108,7 @@ class Trial:
     """Command that runs tests with pytest; the modules follow."""
     timeout_s: float
     runs: int
-    grader: OutcomeReporter
+    grader: Grader
     sandboxes: Sandboxes
     images: ImageBuilder | None
     """None where sandboxes need no image files."""

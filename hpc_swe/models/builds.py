@@ -9,7 +9,7 @@ import importlib.metadata
 import importlib.util
 import re
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -37,9 +37,8 @@ class Builds(Record, frozen=True, kw_only=True):
         return len(major) == 2 and major[0] > major[1]
 
 
-@runtime_checkable
 class NeedsBuild(Protocol):
-    """Mark a policy or an engine that computes with torch or vLLM."""
+    """Compute with torch or vLLM, as a policy or an engine may."""
 
     def build_problem(self, found: Builds) -> str:
         """Say why these builds cannot compute on the configured device, and the remedy; empty if they can."""
@@ -94,10 +93,10 @@ def vllm_problem(device: str, found: Builds) -> str:
     return torch_problem("engine.device", found) if device == "gpu" else ""
 
 
-def require(plugin: object) -> None:
+def require(plugin: NeedsBuild) -> None:
     """Raise NodeError unless the builds and the driver of this node are those that a plugin needs."""
     here = replace(installed(), driver_cuda=driver())
-    if isinstance(plugin, NeedsBuild) and (problem := plugin.build_problem(here)):
+    if problem := plugin.build_problem(here):
         raise NodeError(problem)
 
 

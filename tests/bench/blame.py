@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from hpc_swe.agents.loops.base import Chat, Result
+from hpc_swe.agents.loops.base import Agent, Chat, Result
 from hpc_swe.agents.sandboxes.apptainer import Apptainer
 from hpc_swe.agents.sandboxes.base import Sandbox
 from hpc_swe.base.records import ExitStatus, RolloutRequest, Sampling, Score, Task
@@ -49,7 +49,7 @@ MEND = "sed -i 's/a - b/a + b/' calc/core.py"
 
 
 @dataclass(frozen=True)
-class Does:
+class Does(Agent):
     """An agent that runs a script and submits."""
 
     script: str

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -308,7 +309,8 @@ def test_a_run_whose_rate_decays_keeps_its_steps_and_another_takes_more(read):
 def test_plugin_of_your_own(read, tmp_path, monkeypatch):
     (tmp_path / "my_lab.py").write_text(
         "from hpc_swe.base.loader import Plugin\n"
-        "class Best(Plugin, frozen=True, kw_only=True):\n"
+        "from hpc_swe.models.advantages.base import Advantage\n"
+        "class Best(Plugin, Advantage, frozen=True, kw_only=True):\n"
         "    bonus: float = 0.0\n"
         "    def __call__(self, rewards):\n"
         "        return [r - max(rewards) + self.bonus for r in rewards]\n"
@@ -317,6 +319,29 @@ def test_plugin_of_your_own(read, tmp_path, monkeypatch):
     run = read(GOOD.replace('"grpo"', '"my_lab:Best"'), "advantage.bonus=0.5")
     assert run.advantage([1.0, 0.0]) == [0.5, -0.5]
     assert configuration.dump(run)["advantage"] == {"type": "my_lab:Best", "bonus": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("bases", "says"),
+    [
+        (
+            "Plugin",
+            r"it must inherit .* Advantage of hpc_swe\.models\.advantages\.base: class Best\(P",
+        ),
+        ("Plugin, Advantage", "it lacks what Advantage of hpc_swe.models.advantages.base demands: __call__"),
+    ],
+)
+def test_a_plugin_that_is_not_of_its_family_is_told_what_to_inherit(read, tmp_path, monkeypatch, bases, says):
+    (tmp_path / "their_lab.py").write_text(
+        "from hpc_swe.base.loader import Plugin\n"
+        "from hpc_swe.models.advantages.base import Advantage\n"
+        f"class Best({bases}, frozen=True, kw_only=True):\n"
+        "    def advantages(self, rewards):\n        return rewards\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "their_lab", raising=False)
+    with pytest.raises(ConfigError, match=rf"\[advantage\] type = 'their_lab:Best': {says}"):
+        read(GOOD.replace('"grpo"', '"their_lab:Best"'))
 
 
 def test_plugin_of_your_own_for_an_older_release_is_told_what_to_do(read, tmp_path, monkeypatch):

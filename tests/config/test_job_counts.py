@@ -1,6 +1,7 @@
 """Roles, jobs and GPUs that follow from a configuration."""
 
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import pytest
@@ -9,6 +10,7 @@ from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.config import config as configuration
 from hpc_swe.config import job_counts
+from hpc_swe.models.engines.scripted import Scripted
 from jobs import run as jobs_run
 from tests.kit.checkout import ROOT
 
@@ -35,8 +37,12 @@ def test_a_hybrid_job_has_gpus_for_its_engines_and_for_its_ranks():
     assert job_counts.gpus("learner", read("policy.tensor_parallel=8")) == 8
 
 
+class Unsized(Scripted, frozen=True, kw_only=True):
+    gpus: ClassVar[int | None] = None
+
+
 def test_an_engine_of_unknown_size_sees_all_gpus_of_its_job(tmp_path):
-    config = msgspec.structs.replace(read("policy.device=cpu"), engine=object())
+    config = msgspec.structs.replace(read("policy.device=cpu"), engine=Unsized(replies=""))
     assert job_counts.gpus("learner", config) is None
     assert jobs_run.commands(RunDir(tmp_path), "learner", config)[-1][-2] == "jobs.inference"
     assert "env" not in jobs_run.commands(RunDir(tmp_path), "learner", config)[-1]

@@ -7,9 +7,10 @@ from pathlib import Path
 from hpc_swe.agents.sandboxes.base import Sandboxes
 from hpc_swe.base.loader import Plugin
 from hpc_swe.base.records import Score, Task
+from hpc_swe.tasks.graders.base import Grader
 
 
-class Deadly(Plugin, frozen=True, kw_only=True):
+class Deadly(Plugin, Grader, frozen=True, kw_only=True):
     """Does what the submission says."""
 
     unresolved_reward: float = -0.5

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from hpc_swe.agents.sandboxes.base import Sandbox, Sandboxes
-from hpc_swe.agents.tools.base import Opened, ToolError, invoke
+from hpc_swe.agents.tools.base import ToolError, invoke
 from hpc_swe.base.loader import load
 from hpc_swe.base.records import Task, TestPlan
 from tests.kit.checkout import IMAGES
@@ -107,7 +107,6 @@ class Session:
 def session(sandboxes: Sandboxes, of: Task, **fields: object) -> Iterator[Session]:
     """Open a sandbox, and the debugger in it."""
     tool = load("tools", {"type": "pdb", "timeout_s": 60.0, **fields})
-    assert isinstance(tool, Opened)
     with sandboxes.open(of) as sandbox, tool.open(sandbox, of) as opened:
         yield Session(sandbox, opened, of)
 

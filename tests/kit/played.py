@@ -18,6 +18,7 @@ class Played:
     array_size: int = 1000
     pause_s: float = 0.0
     is_here: bool = False
+    foreground: bool = False
     dies: str = ""
     """Where submitting is cut off: before the scheduler hears of it, or after."""
     turn: threading.Lock = field(default_factory=threading.Lock)

@@ -1,5 +1,6 @@
 """A run folder with one task, and workers on a toy engine and unisolated sandboxes."""
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,8 +63,10 @@ REPLIES = [
 ]
 
 
-class Doing:
+class Doing(Agent):
     """An agent made of one function."""
+
+    budget_s = math.inf
 
     def __init__(self, act: Callable[[Sandbox, Chat], ExitStatus]) -> None:
         self._act = act

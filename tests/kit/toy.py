@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from hpc_swe.agents.sandboxes.base import Clock, CommandResult, Sandbox, TreeEntry
+from hpc_swe.agents.sandboxes.base import Clock, CommandResult, Sandbox, Sandboxes, TreeEntry
 from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.base.loader import Plugin
 from hpc_swe.base.records import Task
@@ -166,7 +166,7 @@ def task(folder: Path, kind: str, base: str) -> Task:
     return one
 
 
-class Checkout(Plugin, frozen=True, kw_only=True):
+class Checkout(Plugin, Sandboxes, frozen=True, kw_only=True):
     """Sandboxes that are no sandboxes, with a repository at the task's base commit in the work directory."""
 
     repository: str

@@ -360,7 +360,7 @@ def test_gpus_are_counted_in_every_spelling(resources, common, count):
 
 def test_what_is_asked_of_slurm_is_counted_for_each_role(read):
     config = read("policy.tensor_parallel=8", "counts.rollout=16")
-    found = {request.role: request for request in estimate.requests(config, config.executor)}
+    found = {request.role: request for request in estimate.requests(config)}
     assert (found["learner"].nodes, found["learner"].cores, found["learner"].gpus) == (2, 64, 8)
     assert (found["learner"].memory_gb, found["learner"].hours) == (800, 12)
     assert (found["rollout"].nodes, found["rollout"].cores, found["rollout"].gpus) == (16, 512, 0)

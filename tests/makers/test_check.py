@@ -17,7 +17,6 @@ import pytest
 from hpc_swe.agents.sandboxes.apptainer import Apptainer
 from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.base.errors import ConfigError, CorruptRecord, SandboxError, SchedulerError, StorageError
-from hpc_swe.base.loader import Plugin
 from hpc_swe.base.records import Score
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import tasks
@@ -328,15 +327,6 @@ def test_our_own_tasks_are_checked_and_those_without_references_refused():
     demo = [ROOT / "configs/demo.toml"]
     config = configuration.read(*demo, overrides=["tasks.train=2", "tasks.eval=1"])
     assert sorted(wanted(config)[1]) == ["bugs-eval-0", "bugs-train-0", "bugs-train-1"]
-    with pytest.raises(ConfigError, match="Unsolved has no references"):
-        wanted(configuration.read(*demo, overrides=['taskset={type="tests.makers.test_check:Unsolved"}']))
-
-
-class Unsolved(Plugin, frozen=True, kw_only=True):
-    """Tasks that nobody has solved."""
-
-    def load(self, split):
-        return []
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpc_swe.agents.loops._answers import BadAnswer, Form, changes
-from hpc_swe.agents.loops.base import Chat, ContextFull, Preface, Reply, Result
+from hpc_swe.agents.loops.base import Agent, Chat, ContextFull, Preface, Reply, Result
 from hpc_swe.agents.sandboxes.base import Sandbox
 from hpc_swe.agents.tools.base import (
     RunsTests,
@@ -37,7 +37,7 @@ INSTRUCTIONS: dict[Form, str] = {
 """Form of the answer -> system prompt."""
 
 
-class AnswerAgent(Plugin, frozen=True, kw_only=True):
+class AnswerAgent(Plugin, Agent, frozen=True, kw_only=True):
     """Take the repair out of the policy's reply; ask again while visible tests fail and tries are left."""
 
     form: Form = "file"

@@ -1,10 +1,11 @@
 """Define an agent: it calls the policy, and acts in the sandbox as the policy says."""
 
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from hpc_swe.agents.sandboxes.base import Sandbox
 from hpc_swe.base.records import ExitStatus, Message, Task, ToolCall
@@ -80,21 +81,6 @@ class Result:
     error: str = ""
 
 
-@runtime_checkable
-class Agent(Protocol):
-    """Solve tasks with the policy."""
-
-    @property
-    def budget_s(self) -> float:
-        """Return the seconds, without those at the engines, after which the agent ends an episode."""
-
-    def solve(self, task: Task, sandbox: Sandbox, chat: Chat) -> Result:
-        """Work on the task until the agent submits or a budget ends.
-
-        Raise SandboxError when the host failed, and EngineError when no engine answered in time.
-        """
-
-
 @dataclass(frozen=True)
 class Preface:
     """Hold what the policy is shown besides the conversation itself."""
@@ -107,18 +93,25 @@ class Preface:
     """Tools that can be called."""
 
 
-@runtime_checkable
-class Prefaced(Protocol):
-    """An agent that knows its preface before any episode, so that demonstrations can be rendered with it."""
+class Agent(ABC):
+    """Solve tasks with the policy."""
 
     @property
-    def preface(self) -> Preface:
-        """Return the preface, which is the same in every episode."""
+    @abstractmethod
+    def budget_s(self) -> float:
+        """Return the seconds, without those at the engines, after which the agent ends an episode."""
 
+    @abstractmethod
+    def solve(self, task: Task, sandbox: Sandbox, chat: Chat) -> Result:
+        """Work on the task until the agent submits or a budget ends.
 
-@runtime_checkable
-class ChecksTasks(Protocol):
-    """An agent that can tell before a run whether it can act on the run's tasks."""
+        Raise SandboxError when the host failed, and EngineError when no engine answered in time.
+        """
 
-    def check_tasks(self, tasks: Sequence[Task]) -> None:
+    @property
+    def preface(self) -> Preface | None:
+        """Return the preface, with which demonstrations are rendered; None if only an episode has one."""
+        return None
+
+    def check_tasks(self, tasks: Sequence[Task]) -> None:  # noqa: B027
         """Raise ConfigError, with the key and the remedy, if something of the agent works on none of them."""

@@ -10,7 +10,7 @@ import json
 import math
 import shlex
 
-from hpc_swe.agents.loops.base import Chat, ChatAddress, Refusal, Result
+from hpc_swe.agents.loops.base import Agent, Chat, ChatAddress, Refusal, Result
 from hpc_swe.agents.sandboxes.base import CommandResult, Sandbox
 from hpc_swe.agents.tools.base import cut
 from hpc_swe.base.errors import ConfigError, SandboxError
@@ -29,7 +29,7 @@ for path, text in json.loads(FILES).items():
 _WRITE_TIMEOUT_S = 60.0
 
 
-class CliAgent(Plugin, frozen=True, kw_only=True):
+class CliAgent(Plugin, Agent, frozen=True, kw_only=True):
     """Run a command until it ends or a budget is spent.
 
     In `command`, `environ` and `files` these words are replaced: {prompt_file}, {base_url}, {key}, {model},

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from hpc_swe.agents.loops.base import Chat, ContextFull, Preface, Result
+from hpc_swe.agents.loops.base import Agent, Chat, ContextFull, Preface, Result
 from hpc_swe.agents.sandboxes.base import Clock, CommandResult, ProgramSession, Sandbox, SandboxWrapper
-from hpc_swe.agents.tools.base import Opened, SandboxBroken, Selective, Tool, ToolError, cut, invoke, schema
+from hpc_swe.agents.tools.base import SandboxBroken, Tool, ToolError, cut, invoke, schema
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.loader import Plugin, load
 from hpc_swe.base.records import ExitStatus, Message, Task, ToolCall
@@ -23,7 +23,7 @@ from hpc_swe.base.records import ExitStatus, Message, Task, ToolCall
 log = logging.getLogger(__name__)
 
 
-class ToolAgent(Plugin, frozen=True, kw_only=True):
+class ToolAgent(Plugin, Agent, frozen=True, kw_only=True):
     """Chat with tools until the policy submits or a budget is spent."""
 
     tools: tuple[str | dict[str, object], ...] = ("view", "replace", "rewrite", "evaluate", "submit")
@@ -62,8 +62,6 @@ class ToolAgent(Plugin, frozen=True, kw_only=True):
     def check_tasks(self, tasks: Sequence[Task]) -> None:
         """Raise ConfigError if a tool can do nothing on any task; log if it cannot on any of a part."""
         for tool in _load(self).values():
-            if not isinstance(tool, Selective):
-                continue
             problems: dict[str, str] = {}
             for task in tasks:
                 if problems.get(task.taskset) != "":
@@ -84,8 +82,7 @@ class ToolAgent(Plugin, frozen=True, kw_only=True):
         with ExitStack() as life:
             tools = _load(self)
             for name, tool in tools.items():
-                if isinstance(tool, Opened):
-                    tools[name] = life.enter_context(tool.open(episode.sandbox, task))
+                tools[name] = life.enter_context(tool.open(episode.sandbox, task))
             status = episode.run(chat, tools)
         return Result(status, episode.messages, episode.tools_s, episode.error)
 

@@ -22,7 +22,7 @@ from hpc_swe.agents.sandboxes._local import LocalImages
 from hpc_swe.agents.sandboxes._program import WARM_UP
 from hpc_swe.agents.sandboxes._session import Container, Limits
 from hpc_swe.agents.sandboxes._warm import WarmContainers
-from hpc_swe.agents.sandboxes.base import Sandbox, add_files
+from hpc_swe.agents.sandboxes.base import ImageSandboxes, Sandbox, add_files
 from hpc_swe.base.errors import ConfigError, SandboxError, boundary
 from hpc_swe.base.loader import Plugin
 from hpc_swe.base.records import Task
@@ -43,7 +43,7 @@ _ABSENT = re.compile(r"(/[\w.*?+-]+){2,}")
 log = logging.getLogger(__name__)
 
 
-class Apptainer(Plugin, frozen=True, kw_only=True):
+class Apptainer(Plugin, ImageSandboxes, frozen=True, kw_only=True):
     """Give each sandbox namespaces of its own, from user to network, and no capabilities."""
 
     images: str = ".cache/images"

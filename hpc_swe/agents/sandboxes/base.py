@@ -4,11 +4,12 @@ import math
 import signal
 import socket
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from hpc_swe.base.errors import ConfigError, NodeError, SandboxError, boundary
@@ -172,24 +173,25 @@ class SandboxWrapper(Sandbox):
         return self.sandbox.paths()
 
 
-@runtime_checkable
-class Sandboxes(Protocol):
+class Sandboxes(ABC):
     """Open sandboxes for tasks."""
 
+    @abstractmethod
     def check(self) -> None:
         """Raise ConfigError, with the remedy, when this machine cannot open sandboxes."""
 
+    @abstractmethod
     def open(self, task: Task) -> AbstractContextManager[Sandbox]:
         """Open a fresh sandbox of a task's image, its files in the work directory, or raise SandboxError."""
 
 
-@runtime_checkable
-class ImageSandboxes(Sandboxes, Protocol):
-    """Mark sandboxes that run image files of one folder, which `hpc_swe.build_images` fills."""
+class ImageSandboxes(Sandboxes):
+    """Open sandboxes from image files of one folder, which `hpc_swe.build_images` fills."""
 
     images: str
     """Folder of ``<image>.sif`` files."""
 
+    @abstractmethod
     def for_trial(self, images: Path) -> Sandboxes:
         """Return the same sandboxes for another folder of images, without containers that stay warm."""
 

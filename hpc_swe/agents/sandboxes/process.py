@@ -21,7 +21,15 @@ from hpc_swe.agents.sandboxes._exchange import PipedProgram, collected, passed_o
 from hpc_swe.agents.sandboxes._interpreter import Command
 from hpc_swe.agents.sandboxes._program import thread_variables
 from hpc_swe.agents.sandboxes._tree import Tree
-from hpc_swe.agents.sandboxes.base import INTERRUPT, Clock, CommandResult, ProgramSession, Sandbox, add_files
+from hpc_swe.agents.sandboxes.base import (
+    INTERRUPT,
+    Clock,
+    CommandResult,
+    ProgramSession,
+    Sandbox,
+    Sandboxes,
+    add_files,
+)
 from hpc_swe.base.errors import SandboxError, boundary
 from hpc_swe.base.loader import Plugin
 from hpc_swe.base.records import Task
@@ -39,7 +47,7 @@ STOP_S = 15.0
 log = logging.getLogger(__name__)
 
 
-class Process(Plugin, frozen=True, kw_only=True):
+class Process(Plugin, Sandboxes, frozen=True, kw_only=True):
     """Provide no isolation: the work directory is a temporary folder, and the task's image is ignored."""
 
     scratch: str = ""

@@ -1,9 +1,10 @@
 """Define a tool: one action that an agent can take in its sandbox."""
 
 import inspect
-from contextlib import AbstractContextManager
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, ClassVar, Protocol, get_type_hints, runtime_checkable
+from typing import Any, ClassVar, Protocol, get_type_hints
 
 import msgspec
 
@@ -20,38 +21,36 @@ class SandboxBroken(ToolError):
     """The call ended the sandbox itself, which is the policy's own fault."""
 
 
-@runtime_checkable
-class Tool(Protocol):
-    """A tool has the name of its file; its arguments are the keyword parameters of `__call__`."""
+class Tool(ABC):
+    """Act in a sandbox; the tool has the name of its file, and takes the keyword parameters of `__call__`."""
 
-    ends_episode: ClassVar[bool]
+    ends_episode: ClassVar[bool] = False
 
-    def __call__(self, sandbox: Sandbox, task: Task, **arguments: object) -> str:
+    @abstractmethod
+    def __call__(self, sandbox: Sandbox, task: Task, *args: Any, **arguments: Any) -> str:
         """Act, and return the answer for the policy.
 
         Raise ToolError if the arguments are wrong, or the sandbox refuses, and SandboxError if the host
         failed.
         """
 
-
-@runtime_checkable
-class Opened(Protocol):
-    """A tool that keeps something from call to call, which ends with the episode."""
-
     def open(self, sandbox: Sandbox, task: Task) -> AbstractContextManager[Any]:
-        """Return the tool for one episode, with the same arguments; it starts nothing before a call."""
+        """Return the tool for one episode, with the same arguments; it starts nothing before a call.
 
-
-@runtime_checkable
-class Selective(Protocol):
-    """A tool that can do nothing on some tasks, whatever its arguments are."""
+        A tool that keeps something from call to call keeps it there, and it ends with the episode.
+        """
+        return nullcontext(self)
 
     def why_not(self, task: Task) -> str:
-        """Return why a call can do nothing on this task, as a sentence; an empty text if it can."""
+        """Return why no call can do anything on this task, as a sentence; an empty text if one can."""
+        return ""
 
 
-class RunsTests(Selective, Protocol):
+class RunsTests(Protocol):
     """A tool that runs the tests which the agent can see."""
+
+    def why_not(self, task: Task) -> str:
+        """Return why there is nothing to run, as `Tool.why_not` does."""
 
     def run(self, sandbox: Sandbox, task: Task) -> CommandResult:
         """Run the tests; raise ToolError if the task shows none, or they ended the sandbox."""

@@ -1,9 +1,7 @@
 """Run a shell command."""
 
-from typing import ClassVar
-
 from hpc_swe.agents.sandboxes.base import Sandbox
-from hpc_swe.agents.tools.base import SandboxBroken, ToolError, cut
+from hpc_swe.agents.tools.base import SandboxBroken, Tool, ToolError, cut
 from hpc_swe.base.loader import Plugin
 from hpc_swe.base.records import Task
 
@@ -11,10 +9,9 @@ _MOST_BYTES = 100_000
 """Linux accepts 131,072 bytes as one argument; a longer command would fail on the host's side."""
 
 
-class Bash(Plugin, frozen=True, kw_only=True):
+class Bash(Plugin, Tool, frozen=True, kw_only=True):
     """Run a command in a fresh bash in the work directory; nothing that it starts outlives it."""
 
-    ends_episode: ClassVar[bool] = False
     most_timeout_s: float = 600.0
     most_chars: int = 8000
 

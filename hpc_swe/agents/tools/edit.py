@@ -2,11 +2,10 @@
 
 import itertools
 import re
-from typing import ClassVar
 
 from hpc_swe.agents.sandboxes.base import Sandbox
 from hpc_swe.agents.tools._files import is_missing, line_start, name, read_text, with_ends, write_text
-from hpc_swe.agents.tools.base import ToolError
+from hpc_swe.agents.tools.base import Tool, ToolError
 from hpc_swe.base.loader import Plugin
 from hpc_swe.base.records import Task
 
@@ -14,10 +13,8 @@ _NAMED = 5
 """Largest number of lines that an error names."""
 
 
-class Edit(Plugin, frozen=True, kw_only=True):
+class Edit(Plugin, Tool, frozen=True, kw_only=True):
     """Replace old, which must occur exactly once in a file, by new; an empty old fills a new or empty one."""
-
-    ends_episode: ClassVar[bool] = False
 
     def __call__(self, sandbox: Sandbox, task: Task, *, path: str, old: str, new: str) -> str:
         text = "" if not old and is_missing(sandbox, task, path) else read_text(sandbox, task, path)

@@ -1,18 +1,15 @@
 """Run the tests that the agent can see."""
 
-from typing import ClassVar
-
 from hpc_swe.agents import pytest_command
 from hpc_swe.agents.sandboxes.base import CommandResult, Sandbox
-from hpc_swe.agents.tools.base import SandboxBroken, ToolError
+from hpc_swe.agents.tools.base import SandboxBroken, Tool, ToolError
 from hpc_swe.base.loader import Plugin
 from hpc_swe.base.records import Task
 
 
-class Evaluate(Plugin, frozen=True, kw_only=True):
+class Evaluate(Plugin, Tool, frozen=True, kw_only=True):
     """Run the visible tests."""
 
-    ends_episode: ClassVar[bool] = False
     timeout_s: float = 60.0
     options: tuple[str, ...] = ("-q", "--tb=line", "--no-header", "-rN")
     most_chars: int = 1000

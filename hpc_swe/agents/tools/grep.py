@@ -2,10 +2,9 @@
 
 import re
 from pathlib import Path
-from typing import ClassVar
 
 from hpc_swe.agents.sandboxes.base import Sandbox
-from hpc_swe.agents.tools.base import SandboxBroken, ToolError, below, cut
+from hpc_swe.agents.tools.base import SandboxBroken, Tool, ToolError, below, cut
 from hpc_swe.base.loader import Plugin
 from hpc_swe.base.records import Task
 
@@ -15,10 +14,9 @@ _TEXTS = [
 _PROGRAM = re.sub(r"(?m)^from hpc_swe.*$", "", "\n\n".join(_TEXTS))
 
 
-class Grep(Plugin, frozen=True, kw_only=True):
+class Grep(Plugin, Tool, frozen=True, kw_only=True):
     """Search text files below a path for a Python regular expression."""
 
-    ends_episode: ClassVar[bool] = False
     timeout_s: float = 30.0
     most_matches: int = 100
     most_line_chars: int = 200

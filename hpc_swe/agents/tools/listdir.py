@@ -6,11 +6,10 @@ policy may have made any number of files, so both have bounds; the answer says w
 
 import errno
 from dataclasses import dataclass
-from typing import ClassVar
 
 from hpc_swe.agents.sandboxes.base import Sandbox
 from hpc_swe.agents.tools._files import name
-from hpc_swe.agents.tools.base import ToolError, below, is_ignored, is_read_only
+from hpc_swe.agents.tools.base import Tool, ToolError, below, is_ignored, is_read_only
 from hpc_swe.base.loader import Plugin
 from hpc_swe.base.records import Task
 
@@ -27,10 +26,9 @@ _OF_ONE_FOLDER = (errno.EACCES, errno.EFBIG, errno.ELOOP, errno.ENOENT, errno.EN
 """Errors that say something about one folder only; any other ends the walk."""
 
 
-class Listdir(Plugin, frozen=True, kw_only=True):
+class Listdir(Plugin, Tool, frozen=True, kw_only=True):
     """Show the files below a folder as a tree, to a depth."""
 
-    ends_episode: ClassVar[bool] = False
     most_lines: int = 200
 
     def __call__(self, sandbox: Sandbox, task: Task, *, path: str = ".", depth: int = 2) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
@@ -15,7 +15,7 @@ from msgspec import Struct
 from hpc_swe.agents.sandboxes.base import INTERRUPT, ProgramSession, Sandbox, SessionEnded
 from hpc_swe.agents.tools._breakpoints import Breakpoint, moved
 from hpc_swe.agents.tools._files import name, read_text
-from hpc_swe.agents.tools.base import SandboxBroken, ToolError, below, cut
+from hpc_swe.agents.tools.base import SandboxBroken, Tool, ToolError, below, cut
 from hpc_swe.base.loader import Plugin
 from hpc_swe.base.records import Task
 
@@ -41,10 +41,9 @@ def _program() -> str:
 _PROGRAM = _program()
 
 
-class Pdb(Plugin, frozen=True, kw_only=True):
+class Pdb(Plugin, Tool, frozen=True, kw_only=True):
     """Debug with pdb: first the command "start" with a runner (python or pytest) and a file, then pdb's."""
 
-    ends_episode: ClassVar[bool] = False
     timeout_s: float = 30.0
     """Seconds that the program may run in one call before it is interrupted."""
     grace_s: float = 5.0
@@ -92,14 +91,13 @@ class _Answer(Struct):
 
 
 @dataclass
-class _Debugging:
+class _Debugging(Tool):
     """Keep a session, its breakpoints, and the texts that their lines count in."""
 
     tool: Pdb
     sandbox: Sandbox
     task: Task
     life: ExitStack
-    ends_episode: ClassVar[bool] = False
     start: _Start | None = None
     session: ProgramSession | None = None
     breakpoints: list[Breakpoint] = field(default_factory=list)

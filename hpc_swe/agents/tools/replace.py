@@ -1,18 +1,14 @@
 """Replace a piece of one line."""
 
-from typing import ClassVar
-
 from hpc_swe.agents.sandboxes.base import Sandbox
 from hpc_swe.agents.tools._files import count_lines, line_start, read_text, with_ends, write_text
-from hpc_swe.agents.tools.base import ToolError
+from hpc_swe.agents.tools.base import Tool, ToolError
 from hpc_swe.base.loader import Plugin
 from hpc_swe.base.records import Task
 
 
-class Replace(Plugin, frozen=True, kw_only=True):
+class Replace(Plugin, Tool, frozen=True, kw_only=True):
     """Replace the first old by new in one line of a file."""
-
-    ends_episode: ClassVar[bool] = False
 
     def __call__(self, sandbox: Sandbox, task: Task, *, path: str, line: int, old: str, new: str) -> str:
         text = read_text(sandbox, task, path)

@@ -1,18 +1,14 @@
 """Replace a range of lines."""
 
-from typing import ClassVar
-
 from hpc_swe.agents.sandboxes.base import Sandbox
 from hpc_swe.agents.tools._files import count_lines, is_missing, line_start, read_text, with_ends, write_text
-from hpc_swe.agents.tools.base import ToolError
+from hpc_swe.agents.tools.base import Tool, ToolError
 from hpc_swe.base.loader import Plugin
 from hpc_swe.base.records import Task
 
 
-class Rewrite(Plugin, frozen=True, kw_only=True):
+class Rewrite(Plugin, Tool, frozen=True, kw_only=True):
     """Replace lines start to end of a file by new_code; end = start - 1 inserts."""
-
-    ends_episode: ClassVar[bool] = False
 
     def __call__(
         self, sandbox: Sandbox, task: Task, *, path: str, start: int = 0, end: int = -1, new_code: str

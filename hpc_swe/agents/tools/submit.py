@@ -3,11 +3,12 @@
 from typing import ClassVar
 
 from hpc_swe.agents.sandboxes.base import Sandbox
+from hpc_swe.agents.tools.base import Tool
 from hpc_swe.base.loader import Plugin
 from hpc_swe.base.records import Task
 
 
-class Submit(Plugin, frozen=True, kw_only=True):
+class Submit(Plugin, Tool, frozen=True, kw_only=True):
     """Hand in the work."""
 
     ends_episode: ClassVar[bool] = True

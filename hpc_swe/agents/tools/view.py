@@ -1,19 +1,16 @@
 """Show a file with line numbers."""
 
-from typing import ClassVar
-
 from hpc_swe.agents.sandboxes.base import Sandbox
 from hpc_swe.agents.tools._files import count_lines, is_folder, line_start, read_text
-from hpc_swe.agents.tools.base import ToolError, is_read_only
+from hpc_swe.agents.tools.base import Tool, ToolError, is_read_only
 from hpc_swe.agents.tools.listdir import Listdir
 from hpc_swe.base.loader import Plugin
 from hpc_swe.base.records import Task
 
 
-class View(Plugin, frozen=True, kw_only=True):
+class View(Plugin, Tool, frozen=True, kw_only=True):
     """Show a file, or its lines start to end."""
 
-    ends_episode: ClassVar[bool] = False
     most_lines: int = 200
 
     def __call__(

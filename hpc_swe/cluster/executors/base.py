@@ -4,9 +4,10 @@ import os
 import re
 import shlex
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from typing import ClassVar, Literal
 
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.records import Role
@@ -101,8 +102,7 @@ class MemoryGrant:
     """Key of [executor] that gives it, and its value."""
 
 
-@runtime_checkable
-class Executor(Protocol):
+class Executor(ABC):
     """Run the jobs of a run on one machine or on a cluster."""
 
     is_here: ClassVar[bool]
@@ -111,22 +111,29 @@ class Executor(Protocol):
     """Seconds between two checks of `launch start --wait`."""
     array_size: int
     """Largest number of jobs in one submission."""
+    foreground: bool = False
+    """Jobs end with the process that submitted them; only an executor whose jobs are here may set it."""
 
+    @abstractmethod
     def check(self, submission: Submission) -> None:
         """Raise ConfigError with the key of a resource that does not fit the submission."""
 
+    @abstractmethod
     def script(self, run: RunDir, submission: Submission) -> str:
         """Return the script that `submit` would submit, for people to read."""
 
+    @abstractmethod
     def submit(self, run: RunDir, submission: Submission) -> str:
         """Start the jobs and return their id.
 
         Raise ConfigError, with the scheduler's own words, when it refuses; SchedulerError without an answer.
         """
 
+    @abstractmethod
     def queue(self, run: RunDir) -> list[Job]:
         """List all waiting and running jobs of this run; raise SchedulerError when there is no answer."""
 
+    @abstractmethod
     def endings(self, jobs: Sequence[str]) -> Mapping[str, str] | None:
         """Return how jobs ended, by id, with one request to the scheduler's accounting.
 
@@ -134,46 +141,28 @@ class Executor(Protocol):
         it cannot be read.
         """
 
+    @abstractmethod
     def cancel(self, jobs: Sequence[str]) -> None:
         """End jobs at once, with all their processes; raise SchedulerError when there is no answer."""
 
+    @abstractmethod
     def requeue(self) -> None:
         """Ask the scheduler to run this job again; called inside a job that was warned of its end."""
 
-
-@runtime_checkable
-class GrantsGpus(Protocol):
-    """Mark an executor that knows how many GPUs a job of each role gets."""
-
-    def gpu_grant(self, role: Role) -> GpuGrant | None:
-        """Return the GPUs of one job; None where options of the scheduler give GPUs without a number."""
-
-
-@runtime_checkable
-class GrantsMemory(Protocol):
-    """Mark an executor that knows how much memory a job of each role gets."""
-
-    def memory_grant(self, role: Role) -> MemoryGrant | None:
-        """Return the memory of one job; None where options of the scheduler give it."""
-
-
-@runtime_checkable
-class RunsHere(Protocol):
-    """Mark an executor whose jobs are processes of this machine."""
-
-    foreground: bool
-    """Jobs end with the process that submitted them."""
-
-    def check_machine(self, jobs: Mapping[Role, int], environment: Mapping[str, str]) -> None:
+    def check_machine(self, jobs: Mapping[Role, int], environment: Mapping[str, str]) -> None:  # noqa: B027
         """Raise ConfigError with the key unless this machine can run the jobs of all roles at once."""
 
+    def gpu_grant(self, role: Role) -> GpuGrant | None:
+        """Return the GPUs that one job gets; None where that is unknown."""
+        return None
 
-@runtime_checkable
-class Scheduled(Protocol):
-    """Mark an executor that asks a scheduler for nodes, cores and hours."""
+    def memory_grant(self, role: Role) -> MemoryGrant | None:
+        """Return the memory that one job gets; None where that is unknown."""
+        return None
 
-    def request(self, role: Role, jobs: int, processes: int) -> ResourceRequest:
-        """Return what so many jobs of a role, each of so many processes, ask for."""
+    def request(self, role: Role, jobs: int, processes: int) -> ResourceRequest | None:
+        """Return what jobs of a role, each of so many processes, ask of a scheduler; None without one."""
+        return None
 
 
 def own_job_id() -> str:

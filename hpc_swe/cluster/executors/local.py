@@ -25,6 +25,7 @@ from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import submissions
 from hpc_swe.cluster.executors.base import (
     MARK,
+    Executor,
     GpuGrant,
     Job,
     Submission,
@@ -42,7 +43,7 @@ GPUS = "HPC_SWE_GPUS"
 log = logging.getLogger(__name__)
 
 
-class Local(Plugin, frozen=True, kw_only=True):
+class Local(Plugin, Executor, frozen=True, kw_only=True):
     """Start one process of this machine per job; it outlives the command that started it."""
 
     is_here: ClassVar[bool] = True

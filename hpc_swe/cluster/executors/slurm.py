@@ -30,6 +30,7 @@ from hpc_swe.cluster.executors import base
 from hpc_swe.cluster.executors._sbatch_options import Options
 from hpc_swe.cluster.executors.base import (
     SINGLETON_ROLES,
+    Executor,
     GpuGrant,
     Job,
     MemoryGrant,
@@ -83,7 +84,7 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     executor's; false or "" leaves an option out."""
 
 
-class Slurm(Plugin, frozen=True, kw_only=True):
+class Slurm(Plugin, Executor, frozen=True, kw_only=True):
     """Submit one array of jobs per submission; the coordinator and the learner are singletons."""
 
     is_here: ClassVar[bool] = False

@@ -22,7 +22,6 @@ from hpc_swe.launch.doctor import scheduler, srun
 from hpc_swe.launch.doctor.findings import ComputingNeeds, Finding, PartitionNeeds
 from hpc_swe.launch.doctor.scheduler import Cluster
 from hpc_swe.launch.doctor.srun import ANSWER_S, ProbeSetup
-from hpc_swe.models.builds import NeedsBuild
 
 COLOURS = {"ok": "green", "warning": "yellow", "fault": "red"}
 NOTHING: Mapping[Role, tuple[ComputingNeeds, ...]] = {}
@@ -50,11 +49,8 @@ def wanted(
 def computing(config: RunConfig) -> dict[Role, tuple[ComputingNeeds, ...]]:
     """Return by role what the learner and the engines of a run need of the nodes that they compute on."""
     least = {need.what: need.least_gib for need in estimate.gpu_needs(config)}
-    policy, server = (
-        plugin if isinstance(plugin, NeedsBuild) else None for plugin in (config.policy, config.engine)
-    )
-    learner = ComputingNeeds("learner", policy, least.get("learner", 0.0))
-    engine = ComputingNeeds("engine", server, least.get("engine", 0.0))
+    learner = ComputingNeeds("learner", config.policy, least.get("learner", 0.0))
+    engine = ComputingNeeds("engine", config.engine, least.get("engine", 0.0))
     wanted = job_counts.desired(config)
     if job_counts.is_hybrid(config):
         return {"learner": (learner, engine)}

@@ -10,7 +10,7 @@ from hpc_swe.makers.bugs.mutations import Mutant
 from hpc_swe.makers.bugs.sources import CodeSource
 from hpc_swe.makers.bugs.surveys import Survey
 from hpc_swe.makers.bugs.trials import TrialPlace
-from hpc_swe.tasks.graders.base import Examiner
+from hpc_swe.tasks.graders.base import Grader
 from hpc_swe.tasks.patch import difference
 from hpc_swe.tasks.visible_tests import cut, half, names_of_tests
 
@@ -28,7 +28,7 @@ class Trier:
     """Try mutants in one place."""
 
     place: TrialPlace
-    grader: Examiner
+    grader: Grader
     hidden: float
     """Share of a task's tests that the agent does not see."""
     timeout_s: float

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 
 from hpc_swe.base.loader import Plugin
+from hpc_swe.models.advantages.base import Advantage
 
 
-class Grpo(Plugin, frozen=True, kw_only=True):
+class Grpo(Plugin, Advantage, frozen=True, kw_only=True):
     """Subtract the group's mean reward and need no critic. Source: Shao et al. 2024, arXiv 2402.03300."""
 
     scale_by_std: bool = False

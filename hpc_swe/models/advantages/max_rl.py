@@ -5,9 +5,10 @@ from statistics import fmean
 
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.loader import Plugin
+from hpc_swe.models.advantages.base import Advantage
 
 
-class MaxRl(Plugin, frozen=True, kw_only=True):
+class MaxRl(Plugin, Advantage, frozen=True, kw_only=True):
     """Compute (reward - mean) / mean, which ascends log P(success).
 
     The mean reward of the group estimates the success rate, so rewards must not be negative.

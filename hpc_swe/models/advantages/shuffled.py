@@ -3,7 +3,6 @@
 A run that still improves with it does not improve because of the reward.
 """
 
-import math
 import random
 import zlib
 from collections.abc import Sequence
@@ -12,10 +11,10 @@ import msgspec
 
 from hpc_swe.base import loader
 from hpc_swe.base.loader import Plugin
-from hpc_swe.models.advantages.base import Bounded
+from hpc_swe.models.advantages.base import Advantage
 
 
-class Shuffled(Plugin, frozen=True, kw_only=True):
+class Shuffled(Plugin, Advantage, frozen=True, kw_only=True):
     """Shuffle each group with its own permutation; one for all groups would only relabel the episodes."""
 
     seed: int = 0
@@ -26,18 +25,21 @@ class Shuffled(Plugin, frozen=True, kw_only=True):
     @property
     def lowest_reward(self) -> float:
         """Return that of the other estimator."""
-        estimator = loader.load("advantages", self.of)
-        return estimator.lowest_reward if isinstance(estimator, Bounded) else -math.inf
+        return self._other().lowest_reward
 
     def for_group(self, group_id: int) -> "Shuffled":
         """Return the estimator with the permutation of one group."""
         return msgspec.structs.replace(self, seed=zlib.crc32(f"{self.seed}/{group_id}".encode()))
 
     def __call__(self, rewards: Sequence[float]) -> list[float]:
-        return self.arranged(loader.load("advantages", self.of)(rewards))
+        return self.arranged(self._other()(rewards))
 
     def arranged(self, values: Sequence[float]) -> list[float]:
         """Return the values in the order of the permutation."""
         dealt = list(values)
         random.Random(self.seed).shuffle(dealt)
         return dealt
+
+    def _other(self) -> Advantage:
+        other: Advantage = loader.load("advantages", self.of)
+        return other

@@ -1,15 +1,17 @@
 """Define an inference engine: the server that samples tokens, and how its weights are updated."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpc_swe.base.records import IdArray, ProbeScore, Sampling, WeightManifest, WeightVersion
 from hpc_swe.base.store.folders import Identity
+from hpc_swe.models.builds import Builds
 from hpc_swe.models.costs import MemoryEstimate
 
 ByteArray = NDArray[np.uint8]
@@ -85,37 +87,50 @@ class Weights:
         return found[::-1]
 
 
-@runtime_checkable
-class Engine(Protocol):
+class Engine(ABC):
     """Start an engine's server, and talk to it. The methods may be called from many threads."""
 
     max_model_len: int
     """Largest number of tokens of prompt and completion together."""
+    stop_token_ids: Sequence[int] = ()
+    """Stop tokens beside those that the model's folder names."""
+    return_routing: bool = False
+    """Completions say which experts computed each token."""
+    loads_weights: ClassVar[bool] = False
+    """The engine reads the model's weights, so they must be complete."""
 
+    @abstractmethod
     def command(self, model: Path, host: str, port: int, name: str) -> Sequence[str]:
         """Return the command that serves folder `model` under `name`; raise ConfigError if one is missing."""
 
+    @abstractmethod
     def environment(self, token: str) -> dict[str, str]:
         """Return all environment variables of the server. They carry the token, which argv never may."""
 
+    @abstractmethod
     def is_healthy(self, url: str) -> bool:
         """Return whether the server accepts requests now."""
 
+    @abstractmethod
     def is_alive(self, url: str, token: str, timeout_s: float) -> bool:
         """Return whether each sampling process answers in time: one that hangs may still look healthy."""
 
+    @abstractmethod
     def inspect(self, url: str, token: str) -> EngineInfo:
         """Describe an engine that somebody else started; raise EngineError if none answers, or not to us."""
 
+    @abstractmethod
     def stamp(self, url: str, token: str) -> str | None:
         """Return the stamp of tokens that are sampled now; None where the release has no stamps."""
 
+    @abstractmethod
     def adopt(self, url: str, token: str, version: WeightVersion, probe: ProbeScore | None) -> None:
         """Check the weights that an engine started with, and make it stamp tokens with their version.
 
         Raise EngineError when the probe's log-probabilities are not the learner's.
         """
 
+    @abstractmethod
     def reload(self, url: str, token: str, weights: Weights) -> None:
         """Swap in a published version, or without a manifest the model that the run starts from.
 
@@ -124,6 +139,7 @@ class Engine(Protocol):
         or has ended. Raise NoAnswer when it is dead or hangs, which says nothing about the version.
         """
 
+    @abstractmethod
     def generate(
         self,
         url: str,
@@ -139,53 +155,35 @@ class Engine(Protocol):
         takes far longer than its queue and its tokens may, and EngineError when the answer cannot be trusted.
         """
 
+    @property
+    def gpus(self) -> int | None:
+        """Return how many GPUs one engine computes on; None where that is unknown."""
+        return None
 
-@runtime_checkable
-class Stopping(Protocol):
-    """An engine that accepts further stop tokens, beside those that the model's folder names."""
+    def check_model(self, model: Path) -> None:  # noqa: B027
+        """Raise ConfigError, with one line for each key that does not fit, unless the model can be served."""
 
-    stop_token_ids: Sequence[int]
+    def memory(self, model: Path, context: int) -> MemoryEstimate | None:
+        """Estimate the memory of one GPU for conversations of `context` tokens; None where it is unknown."""
+        return None
 
-
-@runtime_checkable
-class Sleeping(Protocol):
-    """Mark an engine that can free the memory of its GPUs while the learner uses them."""
+    def build_problem(self, found: Builds) -> str:
+        """Say why these builds cannot compute on the configured device, and the remedy; empty if they can."""
+        return ""
 
     @property
-    def sleep_arguments(self) -> Sequence[str]:
-        """Return what its command needs in addition, so that it can sleep."""
+    def sleep_arguments(self) -> Sequence[str] | None:
+        """Return what its command needs in addition, so that it can sleep; None if it cannot."""
+        return None
 
     def sleep(self, url: str, token: str) -> float | None:
-        """Free the memory of weights and KV cache; requests are kept and wait.
+        """Free the memory of weights and KV cache for the learner; requests are kept and wait.
 
         Return how many GiB of its fullest GPU all processes together still use; None where that is unknown.
         Raise EngineError unless it sleeps.
         """
+        raise NotImplementedError
 
     def wake(self, url: str, token: str) -> None:
         """Load the same weights again and continue with the requests. Raise EngineError unless it does."""
-
-
-@runtime_checkable
-class RoutingEngine(Protocol):
-    """Mark an engine that can return which experts computed each token."""
-
-    return_routing: bool
-
-
-@runtime_checkable
-class EstimatedEngine(Protocol):
-    """Mark an engine that knows from a model's config.json whether it fits, and what it costs."""
-
-    loads_weights: ClassVar[bool]
-    """The engine reads the model's weights, so they must be complete."""
-
-    @property
-    def gpus(self) -> int:
-        """Return how many GPUs one engine computes on."""
-
-    def check_model(self, model: Path) -> None:
-        """Raise ConfigError, with one line for each key that does not fit, unless the model can be served."""
-
-    def memory(self, model: Path, context: int) -> MemoryEstimate:
-        """Estimate the memory of one GPU for conversations of `context` tokens."""
+        raise NotImplementedError

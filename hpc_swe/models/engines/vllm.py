@@ -30,7 +30,7 @@ from hpc_swe.models.engines._answers import Answer, decode
 from hpc_swe.models.engines._vllm_environment import BACKEND
 from hpc_swe.models.engines._vllm_gate import SAMPLE
 from hpc_swe.models.engines._vllm_update import UpdateRoutes
-from hpc_swe.models.engines.base import NEW, Completion, EngineInfo, Prefix, Weights
+from hpc_swe.models.engines.base import NEW, Completion, Engine, EngineInfo, Prefix, Weights
 from hpc_swe.models.model_shape import ModelShape
 
 ANSWER_TIMEOUT_S = 60.0
@@ -51,7 +51,7 @@ GREEDY = Sampling(temperature=0.0, max_tokens=1)
 log = logging.getLogger(__name__)
 
 
-class Vllm(Plugin, frozen=True, kw_only=True):
+class Vllm(Plugin, Engine, frozen=True, kw_only=True):
     """Run `vllm serve` as a child process."""
 
     loads_weights: ClassVar[bool] = True

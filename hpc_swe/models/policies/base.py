@@ -4,14 +4,17 @@ A policy knows parallelism, precision and files. The loss is passed in as an `Ob
 needs no new policy and a new policy needs no new loss.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol, TypeVar
 
 from msgspec import Meta
 
+from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.records import Batch, Record, TensorInfo
+from hpc_swe.models.builds import Builds
 from hpc_swe.models.costs import MemoryEstimate, Part
 
 if TYPE_CHECKING:
@@ -159,6 +162,8 @@ class ExportingLearner(Protocol):
     differ by more, and none by more than ten times as much."""
     step: int
     """Batches trained."""
+    deltas_of_model: bool
+    """Whether a delta changes the initial model, as adapters do, and not the version before it."""
 
     @property
     def ranks(self) -> Ranks:
@@ -184,6 +189,14 @@ class Learner(ExportingLearner, Protocol):
     """Train the part of the policy that this rank holds. All ranks must call every method together."""
 
     tensor_parallel: int
+
+    @property
+    def recompute(self) -> str:
+        """Return its value of `policy.recompute`; what it chose, where that is "auto"."""
+
+    @property
+    def attention(self) -> str:
+        """Return the kernels of attention."""
 
     def train(self, batch: Batch, objective: Objective) -> dict[str, float]:
         """Train on a batch, and return its metrics, which are the same on every rank.
@@ -223,14 +236,22 @@ WRITERS = 8
 """Files of a checkpoint that each rank writes at most, by as many threads, side by side."""
 
 
-@runtime_checkable
-class Policy(Protocol):
+class Tensors(Protocol):
+    """Look up the tensors of a Hugging Face model."""
+
+    def __getitem__(self, name: str) -> "Tensor":
+        """Return a whole tensor by its name in Hugging Face's files; raise ConfigError if there is none."""
+
+
+class Policy(ABC):
     """Build the learner of this process."""
 
     @property
+    @abstractmethod
     def processes(self) -> int:
         """Return how many processes hold one copy of the model."""
 
+    @abstractmethod
     def build(
         self,
         model: Path,
@@ -246,69 +267,38 @@ class Policy(Protocol):
         beside its state. Raise ConfigError when the model cannot be trained as configured.
         """
 
-
-class Tensors(Protocol):
-    """Look up the tensors of a Hugging Face model."""
-
-    def __getitem__(self, name: str) -> "Tensor":
-        """Return a whole tensor by its name in Hugging Face's files; raise ConfigError if there is none."""
-
-
-@runtime_checkable
-class PolicyOfTensors(Protocol):
-    """Mark a policy that can be built without files of weights, as benchmarks do."""
-
-    def build_from(
-        self, model: Path, optimizer: OptimizerConfig, tensors: Tensors, tokens: int = 0
-    ) -> Learner:
-        """Build the learner as `Policy.build` does, with weights from `tensors`; `model` has a config.json.
-
-        The learner can train. It has no reference, and it need not be able to export.
-        """
-
-
-@runtime_checkable
-class AdaptingLearner(Protocol):
-    """Mark a learner that says what its deltas change; those of others change the version before them."""
-
-    deltas_of_model: bool
-    """Whether a delta changes the initial model, as adapters do."""
-
-
-@runtime_checkable
-class DeltaPolicy(Protocol):
-    """Mark a policy whose settings may rule out weight versions that are deltas."""
+    @property
+    def gpus(self) -> int | None:
+        """Return how many GPUs each process computes on; None where that is unknown."""
+        return None
 
     @property
     def why_no_deltas(self) -> str:
-        """Name the keys that rule deltas out, and a remedy; return "" when deltas are possible."""
+        """Name the keys that rule out deltas as weight versions, and a remedy; "" when they are possible."""
+        return ""
 
-
-@runtime_checkable
-class DescribedLearner(Protocol):
-    """Mark a learner that says what it has chosen for this model and these GPUs."""
-
-    recompute: str
-    """Its value of `policy.recompute`; what it chose, where that is "auto"."""
-    attention: str
-    """The kernels of attention."""
-
-
-@runtime_checkable
-class EstimatedPolicy(Protocol):
-    """Mark a policy that knows from a model's config.json whether it fits, and what it costs."""
-
-    @property
-    def gpus(self) -> int:
-        """Return how many GPUs each process computes on."""
-
-    def check_model(self, model: Path, data_parallel: int) -> None:
+    def check_model(self, model: Path, data_parallel: int) -> None:  # noqa: B027
         """Raise ConfigError with the key unless so many copies of the model can be trained as configured."""
 
     def memory(
         self, model: Path, data_parallel: int, tokens: int, kept: Sequence[Kept] = ()
-    ) -> MemoryEstimate:
-        """Estimate the memory of one rank for microbatches of `tokens` tokens, and of what is `kept`, too."""
+    ) -> MemoryEstimate | None:
+        """Estimate the memory of one rank for microbatches of `tokens` tokens and `kept`; None if unknown."""
+        return None
 
-    def files(self, model: Path) -> tuple[Part, Part]:
-        """Return the size of one exported version of the weights and of one checkpoint."""
+    def files(self, model: Path) -> tuple[Part, Part] | None:
+        """Return the size of one exported version of the weights and of one checkpoint; None if unknown."""
+        return None
+
+    def build_problem(self, found: Builds) -> str:
+        """Say why these builds cannot compute on the configured device, and the remedy; empty if they can."""
+        return ""
+
+    def build_from(
+        self, model: Path, optimizer: OptimizerConfig, tensors: Tensors, tokens: int = 0
+    ) -> Learner:
+        """Build the learner as `build` does, for benchmarks: with weights from `tensors`, and no reference.
+
+        `model` has a config.json. The learner can train; it need not be able to export.
+        """
+        raise ConfigError(f"[policy] {type(self).__name__} loads weights from files only")

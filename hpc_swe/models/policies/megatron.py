@@ -8,11 +8,11 @@ from hpc_swe.models.model_shape import ModelShape
 from hpc_swe.models.policies._megatron import memory, uncompiled
 from hpc_swe.models.policies._megatron.memory import MemoryNeeds
 from hpc_swe.models.policies._megatron.settings import MegatronSettings
-from hpc_swe.models.policies.base import Kept, Learner, OptimizerConfig, Tensors
+from hpc_swe.models.policies.base import Kept, Learner, OptimizerConfig, Policy, Tensors
 from hpc_swe.models.weight_files import require_tensors
 
 
-class Megatron(MegatronSettings, frozen=True, kw_only=True):
+class Megatron(MegatronSettings, Policy, frozen=True, kw_only=True):
     """Run one process per device. Its keys are those of `MegatronSettings`.
 
     Ranks and addresses come from the environment, where torchrun or jobs.run set them.

@@ -17,7 +17,7 @@ from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, folders, weights
 from hpc_swe.base.store.task_history import RunHistory
 from hpc_swe.config.settings import BatchesConfig, GroupsConfig, ShapingConfig
-from hpc_swe.models.advantages.base import Advantage, Arranging, PerGroup
+from hpc_swe.models.advantages.base import Advantage
 from hpc_swe.roles.coordinator.groups import Group
 from hpc_swe.roles.coordinator.packing import pack_minibatches, token_weights
 from hpc_swe.roles.coordinator.samples import EpisodeSamples, make_samples
@@ -208,12 +208,8 @@ def _estimates(
     group: Group, baseline: list[ScoredEpisode], settings: BatchSettings
 ) -> list[tuple[float, float]]:
     """Return two advantages of each episode: by the rewards alone, and less its penalty beyond the mean."""
-    estimator = settings.advantage
-    if isinstance(estimator, PerGroup):
-        estimator = estimator.for_group(group.key[1])
+    estimator = settings.advantage.for_group(group.key[1])
     by_reward = estimator([scored.score.reward or 0.0 for scored in baseline])
-    penalties = [penalty(scored, settings.shaping) for scored in baseline]
+    penalties = estimator.arranged([penalty(scored, settings.shaping) for scored in baseline])
     mean = fmean(penalties)
-    if isinstance(estimator, Arranging):
-        penalties = estimator.arranged(penalties)
     return [(value, value - (taken - mean)) for value, taken in zip(by_reward, penalties, strict=True)]

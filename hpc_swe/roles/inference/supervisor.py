@@ -36,7 +36,7 @@ from hpc_swe.cluster.gpu_turns import LOOK_S as TURN_LOOK_S
 from hpc_swe.cluster.gpu_turns import EngineTurn
 from hpc_swe.cluster.processes import Flag, free_port
 from hpc_swe.config.settings import InferenceConfig, LeaseConfig
-from hpc_swe.models.engines.base import Engine, Sleeping, Weights
+from hpc_swe.models.engines.base import Engine, Weights
 from hpc_swe.roles.inference.child import Child
 from hpc_swe.roles.inference.liveness import LivenessMonitor
 from hpc_swe.roles.inference.refusals import Refusals
@@ -149,7 +149,7 @@ class Supervisor:
         output = self.run.logs("inference") / f"{self.lease.owner}.engine.log"
         command = [*self.engine.command(folder, self.host, port, self.run.root.name)]
         if self.turn:
-            command += _sleeping(self.engine).sleep_arguments
+            command += self.engine.sleep_arguments or ()
         log.info("starting %s at %s, output in %s", folder, url, output)
         locks = self.turn.files if self.turn else ()
         child = Child(command, self.engine.environment(token), output, locks)
@@ -265,7 +265,7 @@ class Supervisor:
 
     def _sleep(self, served: ServedEngine, turn: EngineTurn) -> None:
         """Free the GPUs for the learner, and take them again when it has given them back."""
-        began, engine = time.monotonic(), _sleeping(self.engine)
+        began, engine = time.monotonic(), self.engine
         where = served.url, atomic.read(self.run.token).decode().strip()
         self._show(state="sleeping")  # requests are kept, and no answers come
         used = self._run_watched(partial(engine.sleep, *where), served.require_starting)
@@ -390,9 +390,3 @@ class Supervisor:
         except OSError as error:
             why = f"{self.host} refuses: {error.strerror}; name a free port, or 0"
             raise ConfigError(f"[inference] port = {self.config.port}: {why}") from error
-
-
-def _sleeping(engine: Engine) -> Sleeping:
-    if not isinstance(engine, Sleeping):
-        raise ConfigError("[engine] this type cannot free its GPUs, which hybrid = true needs")
-    return engine

@@ -26,7 +26,7 @@ from hpc_swe.base.records import (
 )
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, folders, skipped, weights
-from hpc_swe.models.policies.base import AdaptingLearner, Carrier, ExportingLearner, Learner, Ranks
+from hpc_swe.models.policies.base import Carrier, ExportingLearner, Learner, Ranks
 from hpc_swe.roles.learner.collective import on_all_ranks, on_rank_zero
 from hpc_swe.roles.learner.probe import FIRST_IDS
 
@@ -107,7 +107,7 @@ class Publisher(Generic[L]):
         carrier = self._snapshots.carrier(version.step, None if is_alone else self._deltas)
         parent, self._parent = self._parent if carrier == "delta" else None, None  # should this one fail
         learner = self._learner
-        if parent is not None and isinstance(learner, AdaptingLearner) and learner.deltas_of_model:
+        if parent is not None and learner.deltas_of_model:
             parent = WeightVersion()
         with self._stage(self._run.weight(version)) as (stage, final):
             parts = self._export(stage, carrier)

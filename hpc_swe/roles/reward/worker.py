@@ -25,7 +25,7 @@ from hpc_swe.config.settings import RewardConfig
 from hpc_swe.roles.reward import alone
 from hpc_swe.roles.reward.alone import Patience
 from hpc_swe.roles.worker import Work, Worker
-from hpc_swe.tasks.graders.base import GRADER_BROKE, Examiner, Grader
+from hpc_swe.tasks.graders.base import GRADER_BROKE, Grader
 
 Sentinel = Literal["reference", "nothing"]
 """The known patch of a sentinel check: the task's reference solution, or an empty patch."""
@@ -125,15 +125,13 @@ def sentinel(request: str, every: int) -> Sentinel | None:
 def check_grader(resources: RewardResources, task: Task, which: Sentinel) -> None:
     """Grade a patch that is known to be right or wrong, and add a finding.
 
-    Without a reference the empty patch is graded instead, and the reference if the grader is no Examiner.
+    Without a reference the empty patch is graded instead.
     """
     reference, grader = resources.references.get(task.task_id, ""), resources.grader
-    if isinstance(grader, Examiner) and (which == "nothing" or not reference):
+    if which == "nothing" or not reference:
         patch, expected, grade = "", "unresolved", grader.examine
-    elif reference:
-        patch, expected, grade = reference, "resolved", grader.grade
     else:
-        return
+        patch, expected, grade = reference, "resolved", grader.grade
     try:
         score = grade(task, patch, resources.sandboxes)
     except EpisodeError as error:

@@ -1,11 +1,12 @@
 """The interface that every grader implements."""
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Final, Protocol, runtime_checkable
+from typing import ClassVar, Final
 
 from hpc_swe.agents.sandboxes.base import CommandResult, Sandboxes
 from hpc_swe.base.loader import Plugin
@@ -22,37 +23,6 @@ SILENT: Final = "its later sittings gave no result"
 """Begins the detail when a patch resolved the task at first, and its tests did not come to an end later."""
 
 
-@runtime_checkable
-class Grader(Protocol):
-    """A grader runs hidden tests on a patch and gives it a score."""
-
-    @property
-    def unresolved_reward(self) -> float:
-        """Reward of a patch that cannot be judged because its own code makes the grader fail."""
-
-    def grade(self, task: Task, patch: str, sandboxes: Sandboxes) -> Score:
-        """Judge a patch in fresh sandboxes that no agent has touched.
-
-        Raise SandboxError if the host failed; the worker then makes the score `infra_error`.
-        """
-
-
-@runtime_checkable
-class Examiner(Grader, Protocol):
-    """A grader that can itself be tested: the empty patch must not resolve a task."""
-
-    def examine(self, task: Task, patch: str, sandboxes: Sandboxes) -> Score:
-        """Grade a patch like `grade`, but run the tests even when the patch is empty."""
-
-
-@runtime_checkable
-class Regrader(Protocol):
-    """A grader that grades a resolving patch again with changed tests: it gets a second sitting."""
-
-    def changed_tests(self, task: Task, reference: str, sandboxes: Sandboxes) -> tuple[list[Version], str]:
-        """Return versions that the reference, which resolves the task, fails; or none and the reason."""
-
-
 @dataclass(frozen=True)
 class Inspection:
     """An inspection says what a grader can prove with a task's tests."""
@@ -67,32 +37,75 @@ class Inspection:
     """What a person should know about the names of the tests."""
 
 
-@runtime_checkable
-class Inspector(Protocol):
-    """A grader that keeps expected values outside the sandbox, where that is possible."""
+@dataclass(frozen=True)
+class GradedPatch:
+    """A patch of an attempt at a task, together with the score that a grader gave it."""
 
-    def inspect(self, task: Task, reference: str | None, sandboxes: Sandboxes) -> Inspection:
+    task: Task
+    patch: str
+    score: Score
+
+    @property
+    def is_prediction(self) -> bool:
+        """False if infrastructure failed before anything was handed in: swebench calls that incomplete."""
+        return bool(self.patch) or self.score.outcome != "infra_error"
+
+
+class Grader(ABC):
+    """A grader runs hidden tests on a patch and gives it a score."""
+
+    unresolved_reward: float
+    """Reward of a patch that cannot be judged because its own code makes the grader fail."""
+    reports_outcomes: ClassVar[bool] = False
+    """Whether `outcomes` reports every test of a run."""
+
+    @abstractmethod
+    def grade(self, task: Task, patch: str, sandboxes: Sandboxes) -> Score:
+        """Judge a patch in fresh sandboxes that no agent has touched.
+
+        Raise SandboxError if the host failed; the worker then makes the score `infra_error`.
+        """
+
+    def examine(self, task: Task, patch: str, sandboxes: Sandboxes) -> Score:
+        """Grade a patch as `grade` does, but run the tests even when the patch is empty.
+
+        The empty patch must not resolve a task: this tests the grader itself.
+        """
+        return self.grade(task, patch, sandboxes)
+
+    def changed_tests(self, task: Task, reference: str, sandboxes: Sandboxes) -> tuple[list[Version], str]:
+        """Return versions of the tests that the reference fails; or none, and the reason.
+
+        The reference resolves the task. A patch that resolves it is tested again with such a version.
+        """
+        return [], "this grader has no second sitting"
+
+    def inspect(self, task: Task, reference: str | None, sandboxes: Sandboxes) -> Inspection | None:
         """Collect a task's tests without a patch and with its reference, if any, and look at its assertions.
 
-        Raise SandboxError if the host failed.
+        None if the grader keeps no expected values outside the sandbox. Raise SandboxError if the host
+        failed.
         """
+        return None
 
     def proves(self, inspection: Inspection) -> bool:
-        """Tell whether so many sealed assertions are enough for a usable task."""
-
-
-@runtime_checkable
-class OutcomeReporter(Protocol):
-    """A grader that reports every test of a run, also tests that the task does not name."""
+        """Return whether so many sealed assertions are enough for a usable task."""
+        return True
 
     def outcomes(self, task: Task, patch: str, sandboxes: Sandboxes) -> tuple[dict[str, str], str]:
-        """Return test -> outcome, named as in the task's lists; or nothing and the reason.
+        """Return test -> outcome of all tests, named as in the task's lists; or nothing and the reason.
 
         Raise SandboxError if the host failed.
         """
+        raise NotImplementedError
+
+    def report(  # noqa: B027
+        self, folder: Path, label: str, model: str, verdicts: Sequence[GradedPatch]
+    ) -> None:
+        """Write the benchmark's own report of one attempt at every task below a folder, if there is one."""
 
 
-class HiddenTestGrader(Plugin, frozen=True, kw_only=True):
+class HiddenTestGrader(Plugin, Grader, frozen=True, kw_only=True):
     """A patch resolves a task when all fail-to-pass and pass-to-pass tests pass."""
 
     resolved_reward: float = 1.0
@@ -116,28 +129,6 @@ class HiddenTestGrader(Plugin, frozen=True, kw_only=True):
             detail="" if outcome == "resolved" else detail,
             seconds=seconds,
         )
-
-
-@dataclass(frozen=True)
-class GradedPatch:
-    """A patch of an attempt at a task, together with the score that a grader gave it."""
-
-    task: Task
-    patch: str
-    score: Score
-
-    @property
-    def is_prediction(self) -> bool:
-        """False if infrastructure failed before anything was handed in: swebench calls that incomplete."""
-        return bool(self.patch) or self.score.outcome != "infra_error"
-
-
-@runtime_checkable
-class Official(Protocol):
-    """A grader of a benchmark that has a report format of its own, which other tools can read."""
-
-    def report(self, folder: Path, label: str, model: str, verdicts: Sequence[GradedPatch]) -> None:
-        """Write the report of one attempt at every task below a folder."""
 
 
 def sandbox_texts(*modules: str) -> list[str]:

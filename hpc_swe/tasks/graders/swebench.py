@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import SystemRandom
+from typing import ClassVar
 
 import msgspec
 
@@ -78,6 +79,7 @@ class _TestRun:
 class Swebench(HiddenTestGrader, frozen=True, kw_only=True):
     """A patch resolves a task when all fail-to-pass and pass-to-pass tests pass."""
 
+    reports_outcomes: ClassVar[bool] = True
     second_sittings: int = 5
     """How often a resolving patch is graded again, with the same or with changed tests; 0 is never."""
 

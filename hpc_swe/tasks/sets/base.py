@@ -1,41 +1,59 @@
-"""The interfaces that a taskset may implement."""
+"""Define what a taskset is: a source of tasks."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from hpc_swe.base.records import Message, Split, Task
 
 
-@runtime_checkable
-class Taskset(Protocol):
-    """A taskset has two disjoint splits, each with tasks in an order that never changes."""
+class Taskset(ABC):
+    """Hold two disjoint splits, each with tasks in an order that never changes."""
 
+    checked: str | None = None
+    """File of task checks, of which only usable tasks are taken; empty takes all tasks. None if this taskset
+    cannot leave any out."""
+
+    @abstractmethod
     def load(self, split: Split) -> Iterable[Task]:
         """Return the tasks of one split; there may be no end of them."""
 
+    def demonstrations(self, seed: int) -> Iterable[list[Message]] | None:
+        """Return endless conversations on training tasks for a warm start; None if there are none.
 
-@runtime_checkable
-class Demonstrated(Protocol):
-    """A taskset that can also show how an agent might act, for a warm start."""
-
-    def demonstrations(self, seed: int) -> Iterable[list[Message]]:
-        """Return endless conversations on training tasks; the agent's system prompt replaces theirs."""
-
-
-@runtime_checkable
-class Referenced(Protocol):
-    """A taskset that also knows solutions of its tasks, to test a grader with; no agent ever sees them."""
+        They show how an agent might act. The agent's system prompt replaces theirs.
+        """
+        return None
 
     def references(self, tasks: Iterable[Task]) -> dict[str, str]:
-        """Return a right patch for each task of which one is known: task id -> patch."""
+        """Return a right patch for each task of which one is known: task id -> patch.
 
-
-@runtime_checkable
-class WithChangedTests(Protocol):
-    """A taskset that also knows other versions of its hidden tests; no agent ever sees them."""
+        They test a grader, and no agent ever sees them.
+        """
+        return {}
 
     def changed_tests(self, tasks: Iterable[Task]) -> dict[str, str]:
-        """Return task id -> versions as `hidden_tests.with_versions` takes them, of the tasks with some."""
+        """Return other versions of the hidden tests, as `hidden_tests.with_versions` takes them, by task id.
+
+        Tasks without any are left out. No agent ever sees them.
+        """
+        return {}
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Return part -> weight: groups are divided among parts in proportion to these; empty is one part.
+
+        The `taskset` of each task names its part.
+        """
+        return {}
+
+    def by_part(self, tasks: Iterable[Task]) -> Iterable[tuple["Taskset", list[Task]]]:
+        """Return each part, which may have its own file of task checks, with its own ones of the tasks."""
+        return [(self, list(tasks))]
+
+    def unchecked(self) -> "Taskset":
+        """Return the taskset of all tasks, checked or not."""
+        return self
 
 
 class ReadsRows(Protocol):
@@ -46,34 +64,3 @@ class ReadsRows(Protocol):
 
         Raise ConfigError, which begins with the row's place, if no task can be made of it.
         """
-
-
-@runtime_checkable
-class Weighted(Protocol):
-    """A taskset has several parts; the `taskset` of each task names its part."""
-
-    @property
-    def weights(self) -> dict[str, float]:
-        """Return part -> weight; groups are divided among parts in proportion to these."""
-
-
-@runtime_checkable
-class Composed(Taskset, Referenced, Protocol):
-    """A taskset takes its tasks from others, each of which may have a file of task checks."""
-
-    def by_part(self, tasks: Iterable[Task]) -> Iterable[tuple[Taskset, list[Task]]]:
-        """Return each part with its own ones of the tasks, whose `taskset` is the name of their part."""
-
-    def unchecked(self) -> "Composed":
-        """Return the taskset of all tasks of all parts, checked or not."""
-
-
-@runtime_checkable
-class CheckedTasks(Taskset, Referenced, Protocol):
-    """A taskset that can leave out the tasks that `hpc_swe.check` did not find usable."""
-
-    checked: str
-    """File of task checks, of which only usable tasks are taken; empty takes all tasks."""
-
-    def unchecked(self) -> "CheckedTasks":
-        """Return the taskset of all tasks, checked or not."""

@@ -15,6 +15,7 @@ from hpc_swe.base.records import Message, Split, Task, TestPlan
 from hpc_swe.tasks import patch
 from hpc_swe.tasks.sets._bugs_demonstrator import TestFile, WorkedTest, conversation
 from hpc_swe.tasks.sets._bugs_grammar import OPERATORS, Function, draw
+from hpc_swe.tasks.sets.base import Taskset
 
 MODULE = "mod.py"
 VISIBLE = "test_mod.py"
@@ -51,7 +52,7 @@ class Bug:
         return _tests(self.function, self.visible)
 
 
-class Bugs(Plugin, frozen=True, kw_only=True):
+class Bugs(Plugin, Taskset, frozen=True, kw_only=True):
     """A taskset that is generated: mutated functions, without end and without a data set."""
 
     seed: int = 0

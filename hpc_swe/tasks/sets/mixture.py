@@ -8,10 +8,10 @@ from msgspec.structs import replace
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.loader import Plugin, load
 from hpc_swe.base.records import Split, Task
-from hpc_swe.tasks.sets.base import CheckedTasks, Composed, Referenced, Taskset, WithChangedTests
+from hpc_swe.tasks.sets.base import Taskset
 
 
-class Mixture(Plugin, frozen=True, kw_only=True):
+class Mixture(Plugin, Taskset, frozen=True, kw_only=True):
     """Take the tasks of several parts in turn; a task's `taskset` becomes the name of its part."""
 
     parts: dict[str, dict[str, Any]]
@@ -28,7 +28,7 @@ class Mixture(Plugin, frozen=True, kw_only=True):
             if type(weight) not in (int, float) or not 0 < weight < float("inf"):
                 raise ValueError(f"parts.{name}.weight = {weight!r}: it must be a positive number")
         for name, taskset in self._tasksets().items():
-            if isinstance(taskset, Composed):
+            if isinstance(taskset, Mixture):
                 raise ValueError(f"parts.{name} is a mixture too: list its parts here, with their weights")
 
     @property
@@ -59,7 +59,6 @@ class Mixture(Plugin, frozen=True, kw_only=True):
         return {
             task_id: patch
             for taskset, own in self.by_part(tasks)
-            if isinstance(taskset, Referenced)
             for task_id, patch in taskset.references(own).items()
         }
 
@@ -68,14 +67,13 @@ class Mixture(Plugin, frozen=True, kw_only=True):
         return {
             task_id: versions
             for taskset, own in self.by_part(tasks)
-            if isinstance(taskset, WithChangedTests)
             for task_id, versions in taskset.changed_tests(own).items()
         }
 
     def unchecked(self) -> "Mixture":
         """Return the mixture of all tasks, checked or not."""
         parts = self._tasksets().items()
-        checked = [name for name, taskset in parts if isinstance(taskset, CheckedTasks)]
+        checked = [name for name, taskset in parts if taskset.checked is not None]
         return replace(
             self, parts=self.parts | {name: self.parts[name] | {"checked": ""} for name in checked}
         )

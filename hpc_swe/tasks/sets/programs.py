@@ -20,6 +20,7 @@ from hpc_swe.base.records import Split, Task, TestPlan
 from hpc_swe.tasks import patch, task_checks
 from hpc_swe.tasks.hidden_tests import with_unsealed
 from hpc_swe.tasks.sets._programs import Program, of_columns, read
+from hpc_swe.tasks.sets.base import Taskset
 from hpc_swe.tasks.visible_tests import cut, half, holds_tests, name_of, names_of_tests, split_only_test
 
 COMMAND = "python -m pytest --tb=short -sq"
@@ -28,7 +29,7 @@ SPLITS: tuple[Split, ...] = ("train", "eval")
 log = logging.getLogger(__name__)
 
 
-class Programs(Plugin, frozen=True, kw_only=True):
+class Programs(Plugin, Taskset, frozen=True, kw_only=True):
     """Each program of a split's folder or file becomes a task."""
 
     taskset: ClassVar[str] = "programs"

@@ -17,6 +17,7 @@ from hpc_swe.base.loader import Plugin
 from hpc_swe.base.records import Split, Task
 from hpc_swe.tasks import task_checks
 from hpc_swe.tasks.hidden_tests import encode_versions
+from hpc_swe.tasks.sets.base import Taskset
 from hpc_swe.tasks.swebench_rows import RECIPES, Recipe, Row, parse, read_ids, read_records, test_plan
 
 PROMPT = """The repository in {workdir} has the problem that the report below describes.
@@ -42,7 +43,7 @@ class Source(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A file with one instance id a line, which selects; empty is all rows."""
 
 
-class Swebench(Plugin, frozen=True, kw_only=True):
+class Swebench(Plugin, Taskset, frozen=True, kw_only=True):
     """A taskset of SWE-bench has its tasks in the order of the ids file, or else of the rows."""
 
     train: Source = Source()

@@ -22,7 +22,7 @@ from hpc_swe.config import config
 from hpc_swe.models import shapes
 from hpc_swe.models.costs import GIB
 from hpc_swe.models.model_shape import ModelShape
-from hpc_swe.models.policies.base import EstimatedPolicy, Policy
+from hpc_swe.models.policies.base import Policy
 from hpc_swe.view.benchmarks import flops
 from hpc_swe.view.benchmarks.ranks import run_ranks
 from hpc_swe.view.benchmarks.records import PARTS, Measured, Plan
@@ -53,8 +53,7 @@ def require_ranks(table: dict[str, Any], ranks: int, model: Path) -> None:
     settings: Policy = loader.load("policies", table)
     if ranks % settings.processes:
         raise ConfigError(f"--ranks {ranks} is no multiple of the {settings.processes} of [policy]")
-    if isinstance(settings, EstimatedPolicy):
-        settings.check_model(model, ranks // settings.processes)
+    settings.check_model(model, ranks // settings.processes)
 
 
 def figures(plan: Plan, ranks: int, found: Measured) -> dict[str, str]:
@@ -96,11 +95,9 @@ def estimates(plan: Plan, ranks: int) -> Table:
 
 
 def _estimate(plan: Plan, chosen: dict[str, Any], copies: int) -> float:
-    policy = loader.load("policies", plan.policy | chosen)
-    if not isinstance(policy, EstimatedPolicy):
-        return 0.0
-    total = policy.memory(Path(plan.model), copies, sum(plan.workload.lengths)).total
-    return total.bytes if total else 0.0
+    policy: Policy = loader.load("policies", plan.policy | chosen)
+    estimate = policy.memory(Path(plan.model), copies, sum(plan.workload.lengths))
+    return estimate.total.bytes if estimate and estimate.total else 0.0
 
 
 def describe(plan: Plan, ranks: int, lengths: str) -> str:

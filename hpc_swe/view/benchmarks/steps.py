@@ -15,15 +15,13 @@ import msgspec
 import torch
 
 from hpc_swe.base import loader
-from hpc_swe.base.errors import ConfigError
 from hpc_swe.cluster import gpus
 from hpc_swe.models.model_shape import ModelShape
 from hpc_swe.models.policies.base import (
-    DescribedLearner,
     Learner,
     LossConfig,
     OptimizerConfig,
-    PolicyOfTensors,
+    Policy,
 )
 from hpc_swe.roles.learner.loss import PolicyObjective
 from hpc_swe.view.benchmarks.random_weights import RandomWeights
@@ -35,9 +33,7 @@ LONGEST_KERNELS = 15
 
 def build_learner(plan: Plan, device: torch.device) -> Learner:
     """Build the learner; raise ConfigError where the policy cannot be built without files."""
-    policy = loader.load("policies", plan.policy)
-    if not isinstance(policy, PolicyOfTensors):
-        raise ConfigError(f"[policy] type = {plan.policy['type']!r} loads weights from files only")
+    policy: Policy = loader.load("policies", plan.policy)
     shape, dtype = ModelShape.read(Path(plan.model)), getattr(torch, plan.policy["dtype"])
     tensors = RandomWeights(shape, dtype, device)
     return policy.build_from(Path(plan.model), OptimizerConfig(), tensors, sum(plan.workload.lengths))
@@ -76,8 +72,8 @@ def measure(plan: Plan) -> Measured:
         step_s=fmean(seconds),
         seconds={part: fmean(each[f"step_seconds/{part}"] for each in timed) for part in PARTS},
         data_ranks=data_ranks,
-        recompute=learner.recompute if isinstance(learner, DescribedLearner) else "",
-        attention=learner.attention if isinstance(learner, DescribedLearner) else "",
+        recompute=learner.recompute,
+        attention=learner.attention,
         peak_bytes=max(peaks),
         expert_load=max(each.get("policy/expert_load", 0.0) for each in timed),
         loss=first["policy/loss"],

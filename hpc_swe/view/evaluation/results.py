@@ -24,7 +24,7 @@ from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, evals, tasks
 from hpc_swe.base.store.evals import Attempt
 from hpc_swe.config.settings import RunConfig
-from hpc_swe.tasks.graders.base import GradedPatch, Official
+from hpc_swe.tasks.graders.base import GradedPatch
 
 _by_decoding = partial(tables.table, ["decoding"], box=ASCII)
 STAGES = ("episode", "sandbox", "engine", "tools", "grading", "queue")
@@ -163,8 +163,7 @@ def _write_predictions(
             if v.is_prediction
         ]
         atomic.write(run.predictions(name), msgspec.json.Encoder().encode_lines(rows))
-        if isinstance(config.grader, Official):
-            config.grader.report(run.root, name, run.root.name, verdicts)
+        config.grader.report(run.root, name, run.root.name, verdicts)
 
 
 def trained_on(model: Path, held_out: Sequence[Task]) -> list[str]:

@@ -14,7 +14,6 @@ from hpc_swe.config.settings import RunConfig
 from hpc_swe.launch import control, existing, submit, upgrades
 from hpc_swe.launch.view import RunReader
 from hpc_swe.launch.watch import left, watch
-from hpc_swe.models.engines.base import RoutingEngine
 from hpc_swe.view.evaluation import results
 from hpc_swe.view.evaluation.progress import ProgressBar, progress_of
 
@@ -55,8 +54,7 @@ def configured(run: RunDir, words: Sequence[str]) -> RunConfig:
 
 def without_routing(config: RunConfig) -> list[str]:
     """Return the words that switch off what an engine returns for a learner alone."""
-    is_on = isinstance(config.engine, RoutingEngine) and config.engine.return_routing
-    return ["engine.return_routing=false"] if is_on else []
+    return ["engine.return_routing=false"] if config.engine.return_routing else []
 
 
 def _require_permanent(model: Path) -> None:

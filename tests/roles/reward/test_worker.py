@@ -20,11 +20,12 @@ from hpc_swe.base.store.lease import Lease
 from hpc_swe.base.store.spool import Spool
 from hpc_swe.config.settings import RewardConfig
 from hpc_swe.roles.reward.worker import MAX_DETAIL, RewardResources, sentinel, worker
+from hpc_swe.tasks.graders.base import Grader
 from tests.kit.checkout import environment
 from tests.kit.waiting import DEADLINE_S, until
 
 
-class Judge:
+class Judge(Grader):
     """A grader that says what the submission says."""
 
     unresolved_reward = -0.5

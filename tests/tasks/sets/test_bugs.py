@@ -18,7 +18,7 @@ from hpc_swe.base.loader import load
 from hpc_swe.base.records import Message, Split, Task
 from hpc_swe.tasks.sets._bugs_demonstrator import LISTED
 from hpc_swe.tasks.sets._bugs_grammar import HOLE, OPERATORS, WORDS, Function, draw, pairings
-from hpc_swe.tasks.sets.base import Demonstrated, Taskset
+from hpc_swe.tasks.sets.base import Taskset
 from hpc_swe.tasks.sets.bugs import HIDDEN, MODULE, VISIBLE, Bug, Bugs, Case, make
 
 SPLITS: list[Split] = ["train", "eval"]
@@ -214,6 +214,5 @@ def test_a_demonstration_opens_as_the_agent_does() -> None:
 def test_the_config_names_the_taskset() -> None:
     taskset = load("tasksets", {"type": "bugs", "seed": 3})
     assert isinstance(taskset, Taskset)
-    assert isinstance(taskset, Demonstrated)
     assert isinstance(taskset, Bugs)
     assert taskset.seed == 3

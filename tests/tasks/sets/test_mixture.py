@@ -14,14 +14,14 @@ from hpc_swe.config import config as configuration
 from hpc_swe.launch.create import _require_checked
 from hpc_swe.makers.check import wanted
 from hpc_swe.tasks import task_checks
-from hpc_swe.tasks.sets.base import Composed
+from hpc_swe.tasks.sets.base import Taskset
 from tests.kit.checkout import ROOT
 from tests.kit.stage import TASK
 
 BUGS = {"type": "bugs"}
 
 
-class Words(Plugin, frozen=True, kw_only=True):
+class Words(Plugin, Taskset, frozen=True, kw_only=True):
     """Three tasks without references."""
 
     def load(self, split: Split) -> Iterator[Task]:
@@ -78,7 +78,6 @@ def programs(folder: Path, name: str) -> dict[str, str]:
 def test_parts_keep_their_checks_and_the_images_of_these(tmp_path, caplog):
     """One file holds the checks of all parts; a part without a file is said by name."""
     made = mixture(one=programs(tmp_path, "one"), two=programs(tmp_path, "two"), words=WORDS)
-    assert isinstance(made, Composed)
     everything = list(made.unchecked().load("train"))
     assert len(everything) == 4 + 3
     assert made.unchecked().weights == made.weights
