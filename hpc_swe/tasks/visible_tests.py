@@ -9,6 +9,8 @@ from hpc_swe.base.syntax import PythonText, as_read, parse
 
 TESTS = "test.py"
 """File of the tests where nothing names another one."""
+SOLUTION = "solution.py"
+"""File of the program in published sets."""
 TestFunction = ast.FunctionDef | ast.AsyncFunctionDef
 
 

@@ -145,15 +145,58 @@ def test_every_collected_test_counts(tmp_path: Path, more: str) -> None:
     assert graded(task, RIGHT) == ("resolved", [])
 
 
-def test_a_patch_cannot_change_tests_that_others_inherit(tmp_path: Path) -> None:
-    cases = f"class Mixed:\n    def test_five(self):\n        {FIVE}\n".replace("f(5)", "self.f(5)")
-    tests = HEAD + "from cases import Mixed\nclass Five(Mixed, unittest.TestCase):\n    f = staticmethod(f)\n"
-    task = task_of(tmp_path, tests)
+MIXED = f"class Mixed:\n    def test_five(self):\n        {FIVE}\n".replace("f(5)", "self.f(5)")
+INHERITS = "class Five(Mixed, unittest.TestCase):\n    f = staticmethod(f)\n"
+CASES = {
+    "tests alone": (MIXED, f"from cases import Mixed\n{INHERITS}"),
+    "tests and a helper": (f"class Helper: pass\n{MIXED}", f"from cases import Mixed\n{INHERITS}"),
+    "by its module": (
+        f"ONE = 1\ndef help(): pass\n{MIXED}",
+        f"import cases\n{INHERITS}".replace("Mixed", "cases.Mixed"),
+    ),
+    "imported tests": (
+        "from mod import f\ndef help(): pass\nclass TestFive:\n"
+        "    def test_five(self):\n        assert f(5) == 15\n",
+        "from cases import TestFive\n",
+    ),
+}
+
+
+@pytest.mark.parametrize(("cases", "tests"), CASES.values(), ids=CASES.keys())
+def test_a_patch_cannot_change_tests_that_others_inherit(tmp_path: Path, cases: str, tests: str) -> None:
+    task = task_of(tmp_path, HEAD + tests)
     task = msgspec.structs.replace(task, files=task.files | {"cases.py": cases})
-    lax = difference("cases.py", cases, cases.replace("self.assertEqual(self.f(5), 15)", "pass"))
+    lax = cases.replace("self.assertEqual(self.f(5), 15)", "pass").replace("assert f(5) == 15", "pass")
     solved, unsolved = (difference("mod.py", BROKEN, program) for program in (RIGHT, WRONG))
-    assert Pytest().grade(task, lax + unsolved, Process()).outcome == "unresolved"
-    assert Pytest().grade(task, lax + solved, Process()).outcome == "resolved"
+    emptied = difference("cases.py", cases, lax)
+    assert Pytest().grade(task, emptied + unsolved, Process()).outcome == "unresolved"
+    assert Pytest().grade(task, emptied + solved, Process()).outcome == "resolved"
+    hidden = difference("cases/__init__.py", "", lax)
+    assert Pytest().grade(task, hidden + unsolved, Process()).outcome != "resolved"
+
+
+CLIENT = """class Client:
+    def __init__(self, step=2): self.step = step
+    def test_connection(self): return self.step
+    def f(self, n): return self.test_connection() * n
+"""
+FAKE = "from mod import Client\nclass Fake(Client):\n    pass\n\n" + FOUR.replace("f(", "Fake().f(")
+
+
+def test_a_program_may_have_methods_named_as_tests(tmp_path: Path) -> None:
+    task = task_of(tmp_path, FAKE, CLIENT)
+    assert graded(task, CLIENT.replace("return self.step", "return 3")) == ("resolved", [])
+    assert graded(task, CLIENT.replace("return self.step", "return 4"))[0] == "unresolved"
+    program = "def test_pair(n):\n    return n * 2\n"
+    files = {
+        "solution.py": program,
+        "test.py": "import solution\n" + FOUR.replace("f(", "solution.test_pair("),
+    }
+    row = {"task_id": "a", "files": [{"path": path, "content": text} for path, text in files.items()]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    (task,) = Programs(eval=str(tmp_path / "rows.jsonl")).load("eval")
+    score = Pytest().examine(task, difference("solution.py", program, program.replace("2", "3")), Process())
+    assert score.outcome == "resolved"
 
 
 @pytest.mark.parametrize("more", HARMLESS.values(), ids=HARMLESS.keys())

@@ -22,6 +22,8 @@ from hpc_swe.tasks.graders._sealed import Sealed
 from hpc_swe.tasks.patch import apply
 from hpc_swe.tasks.second_run import run_reliably
 
+HOME = "a test is from "
+"""Beginning of the sign by which the guard names the file of a test."""
 _MOST_BASES = 1024
 _MOST_TRIES = 3
 
@@ -55,6 +57,11 @@ class Base:
     def collected(self, sandboxes: Sandboxes) -> list[str]:
         """Return the ids of the tests that pytest finds; raise SandboxError if the host failed."""
         return self._asked(sandboxes, "--collect-only").collected
+
+    def homes(self, sandboxes: Sandboxes) -> set[str]:
+        """Return the files that these tests are from, also by inheritance or an import."""
+        signs = self._asked(sandboxes, "--collect-only").odd
+        return {file for sign, files in signs.items() if sign.startswith(HOME) for file in files}
 
     def report(self, sandboxes: Sandboxes) -> TestReport:
         """Return how the tests end; raise SandboxError if the host failed."""

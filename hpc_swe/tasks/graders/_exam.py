@@ -1,7 +1,7 @@
 """An exam is a task as a sandbox gets it, with a patch or without, and the answers, which no sandbox gets."""
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
@@ -15,7 +15,7 @@ from hpc_swe.tasks.graders._images import file_time_ns, require_unchanged
 from hpc_swe.tasks.graders._report import KEY, verified_lines
 from hpc_swe.tasks.graders._sealed import Sealed, seal
 from hpc_swe.tasks.graders.base import guard_text, sandbox_texts
-from hpc_swe.tasks.visible_tests import holds_only_tests, ids_of_tests
+from hpc_swe.tasks.visible_tests import ids_of_tests
 
 SET_UP = {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"}
 SET_UP |= {"pyproject.toml", "sitecustomize.py", "usercustomize.py"}
@@ -107,12 +107,18 @@ class Exam:
     """Run a task's tests on some files, and compare their answers outside the sandbox."""
 
     def __init__(
-        self, task: Task, patched: dict[str, str], modules: Mapping[str, Sealed], is_base: bool = False
+        self,
+        task: Task,
+        patched: dict[str, str],
+        modules: Mapping[str, Sealed],
+        kept: Collection[str] = (),
+        is_base: bool = False,
     ) -> None:
+        """Lay out the patched files, but for those that judge: also `kept` ones stay as they were."""
         self.task, self._is_base = task, is_base
         self.answers = _joined(modules)
         self.canaries = f"test_{secrets.token_hex(8)}.py"
-        given = {path: text for path, text in task.files.items() if is_set_up(path) or holds_only_tests(text)}
+        given = {path: text for path, text in task.files.items() if is_set_up(path) or path in kept}
         given |= task.tests.files
         files = {path: text for path, text in patched.items() if not is_set_up(path)}
         self.touched = {path for path, text in files.items() if task.files.get(path) != text} - given.keys()

@@ -25,6 +25,7 @@ from hpc_swe.tasks.graders.base import HiddenTestGrader, Inspection, charges, en
 from hpc_swe.tasks.hidden_tests import unsealed_of
 from hpc_swe.tasks.patch import BadPatch, apply
 from hpc_swe.tasks.second_run import run_reliably
+from hpc_swe.tasks.visible_tests import SOLUTION, holds_only_tests, holds_tests
 
 _SEALED = "\n(pytest saw no expected values, which stay outside the sandbox; test_bad fails on purpose)"
 
@@ -106,7 +107,8 @@ class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
 
     def _sit(self, task: Task, patched: dict[str, str], opened: Places, sandboxes: Sandboxes) -> _Sitting:
         modules = self._modules(task, opened)
-        exam = Exam(task, patched, modules)
+        base = base_of(task, modules)
+        exam = Exam(task, patched, modules, _judges(base, patched, sandboxes))
         result, report = run_reliably(
             lambda: exam.run(sandboxes), lambda ended: ended[0].timed_out, task.tests.timeout_s
         )
@@ -115,7 +117,7 @@ class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
         return _Sitting(
             task=task,
             exam=exam,
-            base=base_of(task, modules),
+            base=base,
             result=result,
             report=report,
         )
@@ -146,6 +148,22 @@ class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
             return self.score(task, "cheated", (), detail, seconds)
         detail = ending(sitting.result) + _SEALED * bool(exam.answers.checks)
         return self.score(task, "resolved" if is_resolved else "unresolved", passed, detail, seconds)
+
+
+def _judges(base: Base, patched: Mapping[str, str], sandboxes: Sandboxes) -> set[str]:
+    """Return the files that a patch changes and that tests are from: they inherit or import them.
+
+    Where no test can be collected without the patch, these are the files that define tests and nothing else.
+    Never is the file that holds the program of published sets among them.
+    """
+    texts = {path: text for path, text in base.task.files.items() if patched.get(path) != text}
+    doubtful = {path for path, text in texts.items() if path != SOLUTION and holds_tests(text)}
+    doubtful -= base.task.tests.files.keys()
+    if not doubtful:  # then nothing needs to be run
+        return set()
+    if base.collected(sandboxes):
+        return doubtful & base.homes(sandboxes)
+    return {path for path in doubtful if holds_only_tests(texts[path])}
 
 
 def _naming(task: Task, wanted: set[str]) -> Task:

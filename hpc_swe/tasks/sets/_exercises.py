@@ -13,9 +13,8 @@ from typing import Any
 
 from hpc_swe.base.syntax import PythonText, parse
 from hpc_swe.tasks.sets import _cases
-from hpc_swe.tasks.visible_tests import TESTS
+from hpc_swe.tasks.visible_tests import SOLUTION, TESTS
 
-SOLUTION = "solution.py"
 _WRITE = f"Write {SOLUTION}, with all imports that it needs."
 _WRITE_PROGRAM = f"Write the program {SOLUTION}. It reads standard input and prints to standard output."
 _UNWRITTEN_PROGRAM = "# This program reads standard input and prints to standard output.\n"
