@@ -1,9 +1,12 @@
 # Every verb is safe to repeat: what is already there is found in a moment and left alone.
 .DEFAULT_GOAL := help
-.PHONY: setup image agents demo test quick cluster check docs clean help
+.PHONY: setup gpu image agents demo demo-gpu test quick cluster check docs clean help
 
 setup:  ## packages, .venv and Apptainer; as root it installs what the machine lacks
 	containers/setup.sh
+
+gpu:  ## .venv-gpu, an environment for GPUs, which the other verbs leave alone
+	containers/setup.sh gpu
 
 image: setup  ## the demo's task image, in .cache/images
 	containers/build_image.sh
@@ -13,6 +16,10 @@ agents: setup  ## qwen-code and mini-swe-agent for sandboxes, in .cache/agents
 
 demo: image  ## train on this machine and show what was learned
 	.venv/bin/python -m hpc_swe.demo
+
+demo-gpu: gpu  ## the same on one GPU of this machine
+	containers/build_image.sh
+	.venv-gpu/bin/python -m hpc_swe.demo configs/demo_gpu.toml --out runs/demo-gpu
 
 test: image  ## every test that this machine can run
 	containers/build_agents.sh || true

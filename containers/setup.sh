@@ -1,18 +1,25 @@
 #!/usr/bin/env bash
-# Makes a fresh Debian or Ubuntu machine ready for the demo and the tests: system packages, .venv, Apptainer.
-# Each step looks first and acts only on what is missing. PYTHON picks the interpreter of a new .venv; the
+# Makes a fresh machine ready, containers/setup.sh [cpu | gpu]: system packages, an environment, Apptainer. For CPUs, as
+# the demo and the tests need it, the environment is .venv; for GPUs it is .venv-gpu, which no other verb touches.
+# Each step looks first and acts only on what is missing. PYTHON picks the interpreter of a new environment; the
 # system's own is the default, because the users of a Slurm job cannot read one under somebody's home.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 umask 022
 
-python=${PYTHON:-/usr/bin/python3}
-lock=containers/requirements-cpu.txt
+kind=${1:-cpu}
+lock=containers/requirements-$kind.txt
+case $kind in
+    cpu) venv=.venv ;;
+    gpu) venv=.venv-gpu ;;
+    *) echo "usage: containers/setup.sh [cpu | gpu]" >&2; exit 2 ;;
+esac
 
 main() {
     mkdir -p .cache
     exec 9>.cache/setup.lock
     flock 9 || say "this file system has no locks: do not run this twice at once"
+    find_python
     install_packages
     make_venv
     install_apptainer
@@ -23,9 +30,23 @@ say() { printf 'setup: %s\n' "$*" >&2; }
 
 is_root() { [ "$(id -u)" = 0 ]; }
 
+uses_uv() { [ "$kind" = gpu ] && command -v uv >/dev/null; }
+
+find_python() {
+    for python in "${PYTHON:-/usr/bin/python3}" python3.12 python3.13 python3.11; do
+        if "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then return 0; fi
+        [ -z "${PYTHON:-}" ] || break
+    done
+    python='>=3.11,<3.14' # which uv fetches
+    if [ -n "${PYTHON:-}" ] || ! uses_uv; then
+        say "no Python of 3.11 to 3.13 in ${PYTHON:-/usr/bin/python3 and PATH}; name one with PYTHON=/path/to/python3"
+        exit 1
+    fi
+}
+
 missing_packages() {
-    "$python" -c 'import ensurepip' 2>/dev/null || echo python3-venv
-    /sbin/ldconfig -p | grep 'libnuma\.so\.1 ' >/dev/null || echo libnuma1
+    uses_uv || "$python" -c 'import ensurepip' 2>/dev/null || echo python3-venv
+    [ "$kind" = gpu ] || /sbin/ldconfig -p | grep 'libnuma\.so\.1 ' >/dev/null || echo libnuma1
     command -v git >/dev/null || echo git
     # an ordinary user has another way to the task image
     if is_root && ! command -v mmdebstrap >/dev/null; then echo mmdebstrap; fi
@@ -49,34 +70,52 @@ apt_install() {
 }
 
 make_venv() {
-    local wanted stamp=.venv/setup.stamp
+    local wanted stamp=$venv/setup.stamp
     wanted=$(sha256sum "$lock" pyproject.toml containers/vllm-name/pyproject.toml)
     [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ] || return 0
-    if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-        say "$python is $("$python" --version); 3.11 or newer is needed. Name one with PYTHON=/path/to/python3"
-        exit 1
+    require_unused
+    say "filling $venv; the first time takes a minute or two"
+    if uses_uv; then
+        [ -x "$venv/bin/python" ] || uv --quiet venv --python "$python" "$venv"
+    else
+        [ -x "$venv/bin/pip" ] || "$python" -m venv "$venv"
     fi
-    say "filling .venv; the first time takes a minute or two"
-    [ -x .venv/bin/pip ] || "$python" -m venv .venv
     install_lock
-    pip_install --no-build-isolation containers/vllm-name
-    pip_install --no-build-isolation --editable .
+    [ "$kind" = gpu ] || install --no-build-isolation containers/vllm-name
+    install --no-build-isolation --editable .
     echo "$wanted" >"$stamp"
+}
+
+# Each start of a run leaves a link to the run in its environment.
+require_unused() {
+    local run
+    for run in "$venv"/runs/*; do
+        [ -e "$run/run.json" ] || continue
+        [ -z "$(find "$run/control/" -name FINISHED -o -name STOP -o -name DRAIN)" ] || continue
+        run=$(realpath "$run")
+        say "$venv is out of date, but the run $run uses it: nothing is changed. Let the run finish, or stop it" \
+            "(python -m hpc_swe.launch stop $run), and run this again; or use a second checkout"
+        exit 1
+    done
 }
 
 install_lock() {
     local torch
     torch=$(grep '^torch==' "$lock")
-    if ! pip_install --only-binary=:all: "$torch"; then
-        say "pip did not find $torch. Set PIP_EXTRA_INDEX_URL (or PIP_FIND_LINKS) to where PyTorch publishes" \
-            "its CPU wheels"
+    if ! install --only-binary=:all: "$torch"; then
+        say "$torch was not found. For CPUs, set PIP_EXTRA_INDEX_URL (or PIP_FIND_LINKS) to where PyTorch publishes" \
+            "its CPU wheels; see docs/install.md"
         exit 1
     fi
-    pip_install --only-binary=:all: --requirement "$lock"
+    install --only-binary=:all: --requirement "$lock"
 }
 
-pip_install() {
-    .venv/bin/python -m pip --disable-pip-version-check -qq install --no-deps "$@"
+install() {
+    if uses_uv; then
+        uv --quiet pip install --python "$venv/bin/python" --no-deps "$@"
+    else
+        "$venv/bin/python" -m pip --disable-pip-version-check -qq install --no-deps "$@"
+    fi
 }
 
 install_apptainer() {

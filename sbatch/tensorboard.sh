@@ -11,4 +11,4 @@ done
 [ -n "$curves" ] || { echo "$1: no run here: nothing has a folder tensorboard/" >&2; exit 2; }
 echo "on your own machine: ssh -N -L $port:localhost:$port ${USER:-$(id -un)}@$(hostname -f)"
 echo "and there: http://localhost:$port"
-exec "${HPC_SWE_PYTHON:-$(dirname "$0")/../.venv/bin/python}" -m tensorboard.main --logdir_spec "$curves" --host 127.0.0.1 --port "$port"
+exec "$(dirname "$0")/python" -m tensorboard.main --logdir_spec "$curves" --host 127.0.0.1 --port "$port"

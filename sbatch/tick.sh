@@ -15,7 +15,7 @@ trap 'rm -f "$output"' EXIT
 for config in "$folder"/run.json "$folder"/*/run.json; do
     run=${config%/run.json}
     [ -e "$config" ] && [ -z "$(find "$run/control" "${over[@]}" 2> /dev/null)" ] || continue
-    PYTHONPATH=$run/code timeout --kill-after=10 300 "${HPC_SWE_PYTHON:-.venv/bin/python}" -P -m hpc_swe.launch tick "$run" > "$output" 2>&1
+    PYTHONPATH=$run/code timeout --kill-after=10 300 sbatch/python -P -m hpc_swe.launch tick "$run" > "$output" 2>&1
     code=$? said=$(sed -E 's/^[0-9]{4}-[0-9-]+ [0-9:,]+ //' "$output") failed=$run/logs/tick.failed
     [ "$code" != 0 ] || rm -f "$failed"
     [[ "$code $said" != "0 $run: submitted nothing"?(: *) ]] || continue

@@ -16,7 +16,7 @@ from hpc_swe.config import config as configuration
 from hpc_swe.config import job_counts
 from hpc_swe.config.settings import RunConfig, StopConfig
 from hpc_swe.launch import checks, create, submit, trajectories, upgrades
-from hpc_swe.launch.existing import is_copy, load
+from hpc_swe.launch.existing import is_copy, load, note_interpreter
 from hpc_swe.launch.submit import TickResult
 
 GRACE_S = 10.0  # seconds that `stop --now` gives processes to obey the order before it ends them
@@ -56,6 +56,7 @@ def start(
         if upgrade:
             upgrades.prepare(run, config)
             create.renew_code(run)
+    note_interpreter(run)
     for order in (run.drain, run.stop):
         order.unlink(missing_ok=True)
     supervision.forget(run)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from hpc_swe.base.errors import ConfigError, CorruptRecord, StaleRun, StorageErr
 from hpc_swe.base.records import RunManifest
 from hpc_swe.base.rundir import PROTOCOL, RunDir
 from hpc_swe.base.store import atomic
+from hpc_swe.cluster.executors.base import INTERPRETER
 from hpc_swe.config import config as configuration
 from hpc_swe.config.settings import RunConfig
 
@@ -104,6 +106,25 @@ def enter(run: RunDir) -> None:
             f"{folder}: {error.strerror}; the run was started in this folder, and its relative paths start "
             "there; put it back"
         ) from None
+
+
+def note_interpreter(run: RunDir) -> None:
+    """Note that jobs run with this interpreter, whichever a tick has, and in its environment that they do.
+
+    containers/setup.sh changes no environment that a run uses.
+    """
+    made = atomic.get(run.manifest, RunManifest)
+    environment = {**made.environment, INTERPRETER: sys.executable}
+    if environment != made.environment:
+        atomic.put(run.manifest, msgspec.structs.replace(made, environment=environment))
+    if sys.prefix != sys.base_prefix:
+        uses = Path(sys.prefix, "runs")
+        with suppress(OSError):  # somebody else's environment, which that person guards
+            uses.mkdir(exist_ok=True)
+            for link in uses.iterdir():
+                if not link.exists() or link.name == made.run_id:  # the run is gone, or may have moved
+                    link.unlink(missing_ok=True)
+            (uses / made.run_id).symlink_to(run.root.resolve())
 
 
 def _remedy(folder: Path) -> str:

@@ -17,7 +17,7 @@ from hpc_swe.base.records import Role, RunManifest
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, checkpoints, orders, skipped, submissions, weights
 from hpc_swe.base.store.submissions import LatestSubmission, Started, Submitted
-from hpc_swe.cluster.executors.base import Job, Submission, own_environment
+from hpc_swe.cluster.executors.base import INTERPRETER, Job, Submission, own_environment
 from hpc_swe.config.job_counts import desired, processes
 from hpc_swe.config.settings import RunConfig
 
@@ -123,7 +123,7 @@ def submission(run: RunDir, config: RunConfig, role: Role, number: int, count: i
         run_id, environment = made.run_id, made.environment
     except FileNotFoundError:
         run_id, environment = run.root.name, own_environment()
-    words = [sys.executable, "-P"]  # import nothing from the working folder
+    words = [environment.get(INTERPRETER, sys.executable), "-P"]  # import nothing from the working folder
     words += ["-m", "jobs.run", role, str(run.root), f"--submission={number}"]
     return Submission(
         run_id=run_id,

@@ -69,8 +69,8 @@ def torch_problem(key: str, found: Builds) -> str:
     """Say why torch cannot use a GPU; empty if it can, or if nothing is known."""
     if found.torch and not found.torch_cuda:
         return (
-            f"{key} = 'gpu', but torch {found.torch} is a build for CPUs and would compute there; install "
-            f"containers/requirements-gpu.txt into the environment of jobs, or set {key} = 'cpu'"
+            f"{key} = 'gpu', but torch {found.torch} is a build for CPUs and would compute there; start the "
+            f"run with .venv-gpu/bin/python, which `make gpu` fills, or set {key} = 'cpu'"
         )
     if found.is_driver_old:
         return (
@@ -85,10 +85,10 @@ def vllm_problem(device: str, found: Builds) -> str:
     is_for_cpu = "cpu" in found.vllm
     if found.vllm and is_for_cpu != (device == "cpu"):
         built, other = ("CPUs", "cpu") if is_for_cpu else ("GPUs", "gpu")
-        wanted = f"containers/requirements-{device}.txt"
+        venv, verb = (".venv", "setup") if device == "cpu" else (".venv-gpu", "gpu")
         return (
-            f"engine.device = '{device}', but vLLM {found.vllm} is a build for {built}; install "
-            f"{wanted} into the environment of jobs, or set engine.device = '{other}'"
+            f"engine.device = '{device}', but vLLM {found.vllm} is a build for {built}; start the run with "
+            f"{venv}/bin/python, which `make {verb}` fills, or set engine.device = '{other}'"
         )
     return torch_problem("engine.device", found) if device == "gpu" else ""
 

@@ -3,6 +3,7 @@
 import errno
 import os
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -11,13 +12,14 @@ import pytest
 from msgspec.structs import replace
 
 from hpc_swe.base.errors import SchedulerError, StorageError
-from hpc_swe.base.records import CheckpointManifest, WeightManifest, WeightVersion
+from hpc_swe.base.records import CheckpointManifest, RunManifest, WeightManifest, WeightVersion
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, folders, skipped, submissions
 from hpc_swe.base.store.submissions import LatestSubmission, Rest, Started, Submitted
-from hpc_swe.cluster.executors.base import Job
+from hpc_swe.cluster.executors.base import INTERPRETER, Job
 from hpc_swe.cluster.executors.slurm import parse_queue
 from hpc_swe.config.settings import LearnerConfig
+from hpc_swe.launch import existing
 from hpc_swe.launch import submit as run_submit
 from hpc_swe.launch.submit import Decision, decide, failures
 from hpc_swe.models.policies.megatron import Megatron
@@ -239,6 +241,19 @@ def test_silent_scheduler_means_that_nothing_is_submitted(run, config):
 
 
 MIXED = [job(0), job(1, "waiting"), job(2, "held"), job(3, "broken")]
+
+
+def test_a_tick_of_another_python_submits_jobs_of_that_of_the_start(run, config):
+    """Cron's tick may belong to an environment for CPUs."""
+    made = RunManifest(
+        **dict.fromkeys(("commit", "model_sha256", "config_sha256", "folder"), ""),
+        **{"protocol": 1, "run_id": run.root.parent.name, "environment": {INTERPRETER: "/gpu/bin/python"}},
+    )
+    atomic.put(run.manifest, made)
+    assert run_submit.submission(run, config, "rollout", 1, 1).command[0] == "/gpu/bin/python"
+    existing.note_interpreter(run)
+    assert run_submit.submission(run, config, "rollout", 1, 1).command[0] == sys.executable
+    assert Path(sys.prefix, "runs", made.run_id).resolve() == run.root.resolve(), "setup.sh finds it"
 
 
 @pytest.mark.parametrize("order", ["DRAIN", "STOP", "FINISHED"])

@@ -30,6 +30,8 @@ KEPT = (
 )
 """Prefixes of the variables that a run keeps for its jobs; a tick of cron has none of them."""
 MARK = "HPC_SWE_JOB"  # what all processes of a job of this machine inherit: role, submission and run folder
+INTERPRETER = "HPC_SWE_PYTHON"
+"""The variable that names the Python of jobs; a start sets it, and the scripts in sbatch/ obey it."""
 SECRET = re.compile(
     r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|USERNAME|(^|_)(API)?KEYS?(_|$)|(^|_)AUTH(_|$)"
 )

@@ -66,7 +66,7 @@ TENSORBOARD = Rule(
 ATTENTION = Rule(
     "flash-attn-4",
     lambda probe: "" if probe.flash_attention else f"it is not installed, and faster on {probe.gpu_model}",
-    "pip install --no-deps -r containers/requirements-flash-attention.txt into the environment of jobs",
+    "make gpu installs it into .venv-gpu; start the run with the Python of that environment",
     "is installed in the environment of jobs",
     "warning",
 )

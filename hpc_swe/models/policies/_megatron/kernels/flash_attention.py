@@ -27,7 +27,7 @@ attention for short neighbours. torch: one call for each sequence, of whatever k
 NEWEST = (9, 10)
 """Major compute capabilities for which flash-attn-4 has forward and backward: Hopper and Blackwell."""
 HEAD_DIMS = (64, 128)
-INSTALL = "pip install --no-deps -r containers/requirements-flash-attention.txt"
+INSTALL = "pip install --no-deps -r containers/requirements-gpu.txt"
 LEAST = 256
 """Lower bound of the longest length that kernels are told: packs of very short sequences get others."""
 
