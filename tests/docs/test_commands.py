@@ -1,9 +1,12 @@
 """README.md and docs/*.md: what they tell people to type is there, and is understood."""
 
+import re
+
 import pytest
 
-from tests.docs.commands import PAGES, commands, judge
+from tests.docs.commands import GENERATED, PAGES, commands, judge
 from tests.docs.fresh import plan
+from tests.docs.reference import sections
 
 pytestmark = pytest.mark.slow  # it asks each program for its help
 
@@ -40,3 +43,15 @@ def test_commands_between_backticks_are_found(tmp_path):
         "make demo",
         "python -m hpc_swe.launch stop RUN --now",
     ]
+
+
+def test_the_page_of_commands_has_each_command_with_its_options():
+    """Words and not lines are compared, since Python's releases break and order them in other ways."""
+    written = [part.partition("\n") for part in GENERATED.read_text(encoding="utf-8").split("\n## ")[1:]]
+    assert {name: options(text) for name, _, text in written} == {
+        name: options(text) for name, text in sections()
+    }, "python -m tests.docs.reference > docs/commands.md"
+
+
+def options(text):
+    return sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)))
