@@ -33,7 +33,7 @@ cluster: setup  ## a shell on a Slurm cluster of six nodes, here and for as long
 	.venv/bin/python -m tests.kit.cluster shell
 
 quick: setup  ## the tests that a developer runs between two edits
-	tests/quick.sh
+	tests/run.sh quick
 
 check: setup  ## style, types and the direction of imports
 	.venv/bin/ruff check && .venv/bin/ruff format --check && .venv/bin/mypy && .venv/bin/lint-imports

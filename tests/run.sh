@@ -1,39 +1,45 @@
 #!/usr/bin/env bash
-# Run every test in parts side by side, which take about as long: tests on the cluster wait most of their time, those
-# of engines and learners start large processes, those of sandboxes start many small ones, and the others compute. The
-# output of the others is shown as it comes, and that of the rest after it. Each part names its slowest tests.
+# Run every test, or with the word `quick` those that need no cluster and no seconds. They run in parts, a few side by
+# side; the next part begins when one ends. The longest come first, and of these those on the cluster, which mostly
+# wait: so that all cores have work until the end. What a part printed is shown when it has ended.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-engines=(tests/pipeline tests/models/engines)
-learners=(tests/models/policies tests/roles/inference tests/roles/learner)
-sandboxes=(tests/cheats tests/tasks/graders tests/agents/sandboxes tests/makers)
-sandboxes+=(tests/docs) # so that the parts end at about the same time
+kind="not cluster" at_once=$(($(nproc) + 2)) # since many slow tests wait
+[ "${1:-}" = quick ] && kind="not slow and not cluster" at_once=$(nproc)
 unset PYTHONDONTWRITEBYTECODE # or each of some thousand processes compiles the project once more
 export OMP_NUM_THREADS=1 # or torch's threads spin on cores that the other parts use
 shared=$(mktemp -d)
 export HPC_SWE_TEST_SHARED=$shared # what one part has made, and others need as well
-parts=()
-slowest=(--durations=10 --durations-min=10)
-trap 'for part in "${parts[@]}"; do kill "${part%:*}"; done 2>/dev/null; rm -rf "$shared"' EXIT
+trap 'kill -- $(jobs -p | sed s/^/-/) 2>/dev/null; rm -rf "$shared"' EXIT
+set -m # else what runs in the background, and all that it starts, ignores SIGINT
 
-begin() { # NAME ARGUMENT...
-  .venv/bin/python -m pytest "${slowest[@]}" "${@:2}" >"$shared/$1.log" 2>&1 &
-  parts+=("$!:$1")
+run() { # NAME ARGUMENT...
+  .venv/bin/python -m pytest --durations=10 --durations-min=10 -m "$kind" "${@:2}" >"$shared/$1.log" 2>&1 ||
+    touch "$shared/failed"
+  flock "$shared" cat "$shared/$1.log"
 }
 
-set -m # else what runs in the background, and all that it starts, ignores SIGINT
-begin engines -m "not cluster" "${engines[@]}"
-begin learners -m "not cluster" "${learners[@]}"
-begin cluster -m cluster tests/cluster
-begin sandboxes -m "not cluster" "${sandboxes[@]}"
-PYTHONPATH=.cache/triton begin kernels tests/kernels # elsewhere nothing may find Triton
-set +m
-elsewhere=("${engines[@]}" "${learners[@]}" "${sandboxes[@]}" tests/kernels)
-.venv/bin/python -m pytest "${slowest[@]}" -m "not cluster" "${elsewhere[@]/#/--ignore=}"
-failed=$?
-for part in "${parts[@]}"; do
-  wait "${part%:*}" || failed=1
-  cat "$shared/${part#*:}.log"
-done
-exit "$failed"
+part() { # NAME FOLDER...
+  named+=("${@:2}")
+  while [ "$(jobs -rp | wc -l)" -ge "$at_once" ]; do wait -n; done
+  run "$@" &
+}
+
+named=(tests/cluster tests/kernels tests/pipeline)
+if [ "$kind" = "not cluster" ]; then
+  kind=cluster part cluster tests/cluster
+  part pipeline tests/pipeline
+fi
+part graders tests/tasks tests/cheats
+part makers tests/makers tests/docs
+part learners tests/models/policies tests/roles/learner
+part engines tests/models/engines tests/roles/inference
+part roles tests/roles/coordinator tests/roles/rollout tests/roles/reward
+part agents tests/agents
+part launch tests/launch tests/jobs tests/test_one_command.py
+part view tests/view tests/demo
+[ "$kind" = "not cluster" ] && PYTHONPATH=.cache/triton part kernels tests/kernels # elsewhere nothing may find Triton
+part others "${named[@]/#/--ignore=}" tests
+while [ "$(jobs -rp | wc -l)" -gt 0 ]; do wait -n; done
+[ ! -e "$shared/failed" ]
