@@ -1,12 +1,8 @@
-"""The simulation of a loop that falls: what its episodes are, and that it shows what holds it."""
-
-import copy
+"""The simulation of a loop that falls: what its episodes are."""
 
 import pytest
 
 pytest.importorskip("torch")
-
-import torch  # noqa: E402
 
 from tests.bench import collapse  # noqa: E402
 from tests.bench.collapse import CLOSE, END, FINE, OPEN, OPERATOR, REPAIR, SUBMIT, TEST, WORD, WRONG  # noqa: E402
@@ -45,15 +41,3 @@ def test_penalties_of_groups_with_equal_rewards_train_nothing():
     assert collapse.with_advantages([solved] * 8) == collapse.with_advantages([failed] * 8) == []
     advantages = [value for _, value in collapse.with_advantages([solved] * 4 + [failed] * 4)]
     assert advantages == pytest.approx([1 - 0.02] * 4 + [-1 + 0.02] * 4, abs=1e-5)
-
-
-@pytest.mark.slow
-def test_the_square_holds_what_a_clip_alone_lets_fall():
-    torch.set_num_threads(1)
-    start = collapse.warm_start(0)
-    rates = {
-        name: collapse.train(copy.deepcopy(start), collapse.RECIPES[name], 0)
-        for name in ("clip", "square-half-rate")
-    }
-    assert all(rate[0] < 0.45 < max(rate) for rate in rates.values()), "both begin by chance, and learn"
-    assert collapse.end_of(rates["square-half-rate"]) > collapse.end_of(rates["clip"]) + 0.1

@@ -40,9 +40,3 @@ def test_a_thousand_workers_win_most_races_and_keep_their_slots_busy(load):
     assert found["lost races/claim"] < 1
     assert found["slots at work"] > 0.9 * min(load, 1.0)
     assert found["changes/episode"] == pytest.approx(13, rel=0.1)
-
-
-@pytest.mark.slow
-def test_without_slowing_down_they_lose_more_than_they_win():
-    settings = Settings(workers=1024, load=0.5, slowest=1.0, lasts_s=450.0, warm_s=350.0)
-    assert simulate(settings)["lost races/claim"] > 1
