@@ -76,25 +76,31 @@ def load(family: str, table: dict[str, Any]) -> Any:
     module, _, name = kind.partition(":") if ":" in kind else (f"{PACKAGES[family]}.{kind}", "", "")
     try:
         plugin = getattr(importlib.import_module(module), name or kind.title().replace("_", ""))
-    except (ModuleNotFoundError, AttributeError) as error:
-        if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("hpc_swe.plugins"):
-            raise ConfigError(
-                f"[{_table(family)}] type = {kind!r} imports {error.name}, which is gone since 0.2; "
-                "CHANGELOG.md says what to import. For a run that was made before, call `python -m "
-                "hpc_swe.launch` or `hpc_swe.status` in the run's folder code/, which holds its own code"
-            ) from None
-        if isinstance(error, ModuleNotFoundError) and not (error.name and module.startswith(error.name)):
-            raise  # the plugin exists, but something that it imports does not
-        raise ConfigError(
-            f"[{_table(family)}] has no type {kind!r}{suggestion(kind, known(family))}; "
-            f"known: {', '.join(known(family))}; for your own write type = 'package.module:Class'"
-        ) from None
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"[{_table(family)}] {_why_not_loaded(family, kind, module, error)}") from None
     if problem := _not_of_family(family, plugin):
         raise ConfigError(f"[{_table(family)}] type = {kind!r}: {problem}")
     try:
         return convert(fields, plugin)
     except ValidationError as error:
         raise ConfigError(f"[{_table(family)}] type = {kind!r}: {error}{hint(plugin, error)}") from None
+
+
+def _why_not_loaded(family: str, kind: str, module: str, error: ImportError | AttributeError) -> str:
+    """Say why a type cannot be imported: there is none of this name, or it imports what is not there."""
+    is_absent = isinstance(error, ModuleNotFoundError) and error.name and module.startswith(error.name)
+    if is_absent or isinstance(error, AttributeError):
+        return (
+            f"has no type {kind!r}{suggestion(kind, known(family))}; known: {', '.join(known(family))}; "
+            "for your own write type = 'package.module:Class'"
+        )
+    if re.search("hpc_swe.plugins|'plugins' from 'hpc_swe'", str(error)):
+        return (
+            f"type = {kind!r} imports hpc_swe.plugins, which is gone since 0.2; CHANGELOG.md says what to "
+            "import. For a run that was made before, call `python -m hpc_swe.launch` or `hpc_swe.status` in "
+            "the run's folder code/, which holds its own code"
+        )
+    return f"type = {kind!r} cannot be imported: {error}; install what it needs, or mend its imports"
 
 
 def _not_of_family(family: str, plugin: Any) -> str:

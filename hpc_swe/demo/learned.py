@@ -42,7 +42,7 @@ class ModelResult:
 def functions(rows_file: Path) -> dict[str, str]:
     """Return task id -> module and function of a made bug, for the rows that name them."""
     rows = (columns(record) for _, record in read_records(rows_file))
-    names = {row["task_id"]: (row.get("extra_info") or {}).get("task_name") for row in rows}
+    names = {row.get("task_id", ""): (row.get("extra_info") or {}).get("task_name") for row in rows}
     return {task: name.rpartition(": ")[0] for task, name in names.items() if name}
 
 

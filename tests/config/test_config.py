@@ -344,10 +344,21 @@ def test_a_plugin_that_is_not_of_its_family_is_told_what_to_inherit(read, tmp_pa
         read(GOOD.replace('"grpo"', '"their_lab:Best"'))
 
 
-def test_plugin_of_your_own_for_an_older_release_is_told_what_to_do(read, tmp_path, monkeypatch):
-    (tmp_path / "old_lab.py").write_text("from hpc_swe.plugins import Plugin\n")
+GONE = r"type = 'old_lab:Best' imports hpc_swe\.plugins, which is gone .* run's folder code/"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("from hpc_swe.plugins import Plugin\n", GONE),
+        ("from hpc_swe import plugins\n", GONE),
+        ("import surely_not_installed\n", "cannot be imported: No module named 'surely_not_installed'"),
+    ],
+)
+def test_a_plugin_of_your_own_whose_imports_fail_is_one_clear_error(read, tmp_path, monkeypatch, text, says):
+    (tmp_path / "old_lab.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"imports hpc_swe.plugins, which is gone .* run's folder code/"):
+    with pytest.raises(ConfigError, match=says):
         read(GOOD.replace('"grpo"', '"old_lab:Best"'))
 
 

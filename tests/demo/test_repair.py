@@ -206,6 +206,7 @@ def test_faults_of_one_function_widen_the_interval_of_a_gain(tmp_path):
     rows = tmp_path / "rows.jsonl"
     kind = [f"m.py: f{max(0, int(name) - 19)}: operator" for name in names]
     lines = [{"task_id": n, "extra_info": {"task_name": k}} for n, k in zip(names, kind, strict=True)]
+    lines.append({"question_id": "raw", "question": "", "solution": ""})  # of a set in its own columns
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
     table = learned.table(base, [won], learned.functions(rows))
     assert "40 held-out tasks in 21 functions" in str(table.title)
