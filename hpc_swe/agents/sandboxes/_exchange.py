@@ -24,9 +24,16 @@ def output_file() -> BinaryIO:
     return os.fdopen(os.memfd_create("output"), "w+b")
 
 
-def collected(file: int, most: int) -> str:
-    """Return the text of an open file; when it has more than `most` bytes, the middle is cut out."""
+def collected(file: int, most: int, most_mb: int = 0) -> str:
+    """Return the text of an open file; when it has more than `most` bytes, the middle is cut out.
+
+    A note ends the text of a file that could not grow beyond `most_mb`.
+    """
     size = os.fstat(file).st_size
+    if most_mb and size >= most_mb << 20:
+        return (
+            f"{collected(file, most)}\n[the output ends here, at file_mb = {most_mb} of the sandbox's limits]"
+        )
     if size <= most:
         return os.pread(file, most, 0).decode(errors="replace")
     head, tail = os.pread(file, most // 2, 0), os.pread(file, most // 2, size - most // 2)

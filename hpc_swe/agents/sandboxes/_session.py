@@ -158,7 +158,7 @@ class Container:
                 raise SandboxError(f"no sandbox: {error}; container: {self.last_output()}") from error
             tree = Tree(folder, self._limits.read_bytes)
             stack.callback(tree.close)
-            yield Session(self, host_end, process, tree, self._limits.output_bytes)
+            yield Session(self, host_end, process, tree, self._limits)
 
     def close(self, grace_s: float = GRACE_S) -> None:
         """End the container and wait for it. Its sandboxes end too, and find out by `require_alive`."""
@@ -190,13 +190,13 @@ class Session:
     """Run commands in one sandbox of a container, and exchange files with it, as `Sandbox` describes."""
 
     def __init__(
-        self, container: Container, host: socket.socket, process: int, tree: Tree, output_bytes: int
+        self, container: Container, host: socket.socket, process: int, tree: Tree, limits: Limits
     ) -> None:
         """Take the socket and the pidfd of process 1, which the caller closes."""
         self._container = container
         self._host = host
         self._process = process
-        self._output_bytes = output_bytes
+        self._limits = limits
         self._is_broken = False
         self.read = self._attributed(tree.read)
         self.write = self._attributed(tree.write)
@@ -231,7 +231,7 @@ class Session:
             with passed_on(made) as ends:
                 self._start_session(request, [source, output, *ends])
             try:
-                yield PipedProgram(made, output, self._output_bytes, self._interrupt, self._running)
+                yield PipedProgram(made, output, self._limits.output_bytes, self._interrupt, self._running)
             finally:
                 self._end_session()
 
@@ -299,7 +299,8 @@ class Session:
                 answer = b""
             if not answer.startswith(b"{"):  # no answer, or the error of process 1
                 return self._broken()
-            result = CommandResult(output=collected(output, self._output_bytes), **json.loads(answer))
+            text = collected(output, self._limits.output_bytes, self._limits.file_mb)
+            result = CommandResult(output=text, **json.loads(answer))
             self._container.require_alive()  # a command that finds no files any more may still exit with 0
             return result
 
