@@ -46,4 +46,4 @@ clean:  ## remove .venv and .cache; runs/ stays
 	rm -rf .venv .cache
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1 - /p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1 - /p' Makefile
