@@ -71,7 +71,7 @@ RUN, PLANNED, LOOKED_UP = "run", "planned", "looked up"
 MINUTES, NETWORK, CLUSTER = "takes minutes", "needs the network", "needs a cluster"
 RULES = (
     (r"make (?:setup|image|help)", RUN, r"\g<0>"),
-    (r"make (\w+)", PLANNED, r"make -n \1"),
+    (r"make ([\w-]+)", PLANNED, r"make -n \1"),
     (r"(python -m hpc_swe\.status) (?:runs/\S+|evals/\S+|RUN)( --watch)?.*", RUN, r"\1 evals/mine\2"),
     (r"(python -m hpc_swe\.mine_history) REPOSITORY (.*)", RUN, r"\1 . \2 --since yesterday"),
     (r"python -m hpc_swe\.demo\.model .*", RUN, r"\g<0>"),
