@@ -31,7 +31,7 @@ def hasty():
 @pytest.mark.usefixtures("hasty")
 def test_threads_parse_while_garbage_is_collected():
     """Of 60 calls of ast.parse about three raise SystemError in Python 3.11.2; a grading would be lost."""
-    text = (ROOT / "hpc_swe/tasks/graders/_guard.py").read_text()
+    text = (ROOT / "hpc_swe/tasks/graders/_inside/guard.py").read_text()
 
     def parse(_):
         made = [Garbage() for _ in range(300)]

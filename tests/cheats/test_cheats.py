@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_swe.tasks.graders._answers import Check
-from hpc_swe.tasks.graders._runner import plain
-from hpc_swe.tasks.graders._sealed import seal
+from hpc_swe.tasks.graders._inside.runner import plain
+from hpc_swe.tasks.graders._sealing.answers import Check
+from hpc_swe.tasks.graders._sealing.sealed import seal
 from tests.kit.cheats.cheat_task import HIDDEN, RIGHT, TASK, WRONG
 from tests.kit.cheats.forgeries import ANY, HOOK, REPORTS, SWALLOWS
 

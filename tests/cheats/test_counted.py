@@ -9,8 +9,8 @@ import pytest
 from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.base.records import Task, TestPlan
 from hpc_swe.tasks.graders._exam import Exam, TestReport
-from hpc_swe.tasks.graders._runner import plain
-from hpc_swe.tasks.graders._sealed import seal
+from hpc_swe.tasks.graders._inside.runner import plain
+from hpc_swe.tasks.graders._sealing.sealed import seal
 from hpc_swe.tasks.graders.pytest import Pytest
 from hpc_swe.tasks.patch import difference
 from hpc_swe.tasks.sets.programs import Programs

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from hpc_swe.tasks.graders import _code
+from hpc_swe.tasks.graders._inside import origins
 from tests.kit.cheats.cheat_task import TASK
 from tests.kit.waiting import until
 
@@ -209,12 +209,12 @@ def test_a_link_that_the_host_makes_of_an_image_s_file_blames_nobody(tmp_path):
     guard = SimpleNamespace(began_ns=began_ns, root=str(tmp_path / "tree"), must_compare=False)
     guard.installed, guard.young, told = (f"{library.parent}/",), set(), []
     guard.note = lambda young: told.append(young)
-    assert _code.is_installed(guard, code), "no code under test has run"
+    assert origins.is_installed(guard, code), "no code under test has run"
     assert not told
-    assert _code.place(guard, str(library)) == "", "it may have run"
+    assert origins.place(guard, str(library)) == "", "it may have run"
     assert told == [str(library)], "the grader asks whether the image has it so"
     guard.must_compare = True
-    assert not _code.is_installed(guard, code), "events do not tell whether it has run"
+    assert not origins.is_installed(guard, code), "events do not tell whether it has run"
 
 
 def _newer(file, than):

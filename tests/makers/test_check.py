@@ -26,7 +26,7 @@ from hpc_swe.launch import control
 from hpc_swe.makers import mine_history
 from hpc_swe.makers.check import Checker, judged, run, wanted
 from hpc_swe.tasks import task_checks
-from hpc_swe.tasks.graders import _second_sitting
+from hpc_swe.tasks.graders._changed_tests import second_sitting
 from hpc_swe.tasks.graders.pytest import Pytest
 from hpc_swe.tasks.graders.swebench import Swebench
 from hpc_swe.tasks.hidden_tests import HiddenEdit, Version
@@ -311,10 +311,10 @@ def test_no_changed_test_is_where_a_rollout_worker_looks(tmp_path, caplog):
     holders = [file for file in run.root.rglob("*") if file.is_file() and b"7654321" in file.read_bytes()]
     assert holders == [run.changed_tests]
     tasks_ = graded(run)
-    lie = _second_sitting.SittingResult(passed=frozenset(one.tests.fail_to_pass))
+    lie = second_sitting.SittingResult(passed=frozenset(one.tests.fail_to_pass))
     for task, finding in ((one, "cheats"), (two, "agrees")):
         held = tasks_[task.task_id]
-        found = _second_sitting.regrade(held, _second_sitting.plan(held, 1), None, lambda _: lie)
+        found = second_sitting.regrade(held, second_sitting.plan(held, 1), None, lambda _: lie)
         assert found[0] == finding
     assert "1 of 2 tasks have no second sitting" in caplog.text
 

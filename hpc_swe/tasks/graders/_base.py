@@ -18,7 +18,7 @@ import msgspec
 from hpc_swe.agents.sandboxes.base import Sandboxes
 from hpc_swe.base.records import Task
 from hpc_swe.tasks.graders._exam import Exam, TestReport
-from hpc_swe.tasks.graders._sealed import Sealed
+from hpc_swe.tasks.graders._sealing.sealed import Sealed
 from hpc_swe.tasks.patch import apply
 from hpc_swe.tasks.second_run import run_reliably
 

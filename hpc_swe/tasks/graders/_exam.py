@@ -10,11 +10,11 @@ import msgspec
 from hpc_swe.agents import pytest_command
 from hpc_swe.agents.sandboxes.base import CommandResult, Sandboxes, add_files
 from hpc_swe.base.records import Task
-from hpc_swe.tasks.graders._answers import Check
 from hpc_swe.tasks.graders._images import file_time_ns, require_unchanged
-from hpc_swe.tasks.graders._report import KEY, verified_lines
-from hpc_swe.tasks.graders._sealed import Sealed, seal
-from hpc_swe.tasks.graders.base import guard_text, sandbox_texts
+from hpc_swe.tasks.graders._inside.report import KEY, verified_lines
+from hpc_swe.tasks.graders._inside.texts import guard_text, sandbox_texts
+from hpc_swe.tasks.graders._sealing.answers import Check
+from hpc_swe.tasks.graders._sealing.sealed import Sealed, seal
 from hpc_swe.tasks.visible_tests import ids_of_tests
 
 SET_UP = {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"}
@@ -139,7 +139,7 @@ class Exam:
         files = [*self.task.tests.files, self.canaries]
         recorder = f"make_recorder(load_apart({guard_text()!r}), {report_path!r}, {files!r})"
         calls = f"RECORDER = {recorder}\nmain({[*options, *self._arguments]!r})\n"
-        program = "\n\n".join([*sandbox_texts("_apart", "_always_equal", "_hooks", "_runner"), calls])
+        program = "\n\n".join([*sandbox_texts("apart", "always_equal", "hooks", "runner"), calls])
         with sandboxes.open(self._task_in_sandbox) as sandbox:
             began_ns = file_time_ns()
             add_files(sandbox, {f"{report_path}{KEY}": key}, "write the key of a report")

@@ -1,6 +1,6 @@
 """Tell whether the host or its image, and not the patch, is why a grading went wrong.
 
-The guard believes no file that is younger than itself (`_code`). Such a file is the patch's work, unless
+The guard believes no file that is younger than itself (`origins`). Such a file is the patch's work, unless
 somebody makes or removes unpacked images meanwhile that share their files with this one: the kernel notes a
 new link as it notes a change. A fresh sandbox shows which, since no sandbox can change the files of an image.
 """
@@ -13,7 +13,7 @@ import msgspec
 from hpc_swe.agents.sandboxes.base import ImageSandboxes, Sandboxes, WatchedSandboxes
 from hpc_swe.base.errors import SandboxError
 from hpc_swe.base.records import Task
-from hpc_swe.tasks.graders._code import MOST_YOUNG
+from hpc_swe.tasks.graders._inside.origins import MOST_YOUNG
 from hpc_swe.tasks.graders.base import ending
 
 _CLOCK_REALTIME_COARSE = 5  # Linux gives files the time of this clock

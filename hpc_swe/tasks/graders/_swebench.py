@@ -1,7 +1,7 @@
 """Prepare one run of a task's tests for swebench, and make the log that swebench judges.
 
 Where swebench's parser reads the output of unittest or pytest, the log does not hold what the tests printed:
-it is written here, from the report that `_reporter` made, in the words that the parser knows. Other parsers
+it is written here, from the report that `reporter` made, in the words that the parser knows. Other parsers
 get the output between two marks that nobody can guess beforehand.
 """
 
@@ -18,8 +18,8 @@ from typing import Literal
 import msgspec
 
 from hpc_swe.base.records import Task
-from hpc_swe.tasks.graders._report import KEY, verified_lines
-from hpc_swe.tasks.graders.base import guard_text, sandbox_texts
+from hpc_swe.tasks.graders._inside.report import KEY, verified_lines
+from hpc_swe.tasks.graders._inside.texts import guard_text, sandbox_texts
 from hpc_swe.tasks.swebench_rows import END, START, TESTS, find_marks
 
 log = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ class Run:
     def _reporter(self) -> str:
         files = json.loads(self.task.tests.extra["test_files"])
         arguments = ", ".join(map(repr, (self.kind, self.modules, files, *self.canaries)))
-        texts = sandbox_texts("_apart", "_always_equal", "_hooks", "_reporter")
+        texts = sandbox_texts("apart", "always_equal", "hooks", "reporter")
         guard = f"load_apart({guard_text()!r})"
         call = f"watch({guard}, os.path.dirname(os.path.abspath(__file__)), {arguments})\n"
         return "\n\n".join([*texts, call])

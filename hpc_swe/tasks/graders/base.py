@@ -1,10 +1,8 @@
 """The interface that every grader implements."""
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -129,18 +127,6 @@ class HiddenTestGrader(Plugin, Grader, frozen=True, kw_only=True):
             detail="" if outcome == "resolved" else detail,
             seconds=seconds,
         )
-
-
-def sandbox_texts(*modules: str) -> list[str]:
-    """Read modules of this package that run in a sandbox, without their imports of each other."""
-    paths = [Path(__file__).with_name(f"{name}.py") for name in modules]
-    return [re.sub(r"(?m)^from hpc_swe[^(\n]*(\([^)]*\))?.*$", "", path.read_text()) for path in paths]
-
-
-@cache
-def guard_text() -> str:
-    """Return what `load_apart` of `_apart` loads in a sandbox."""
-    return "\n\n".join(sandbox_texts("_report", "_code", "_held", "_look", "_guard"))
 
 
 def charges(found: Findings, base: Findings, touched: Collection[str]) -> list[str]:

@@ -1,7 +1,7 @@
 """Grade a patch of plain files with pytest, in a fresh sandbox that no agent has touched.
 
 The host applies the patch to the task's files, restores the files that set up pytest, and writes the task's
-tests last, without their expected values (`_sealed`). For an assertion that cannot be sealed the grader
+tests last, without their expected values (`sealed`). For an assertion that cannot be sealed the grader
 trusts the process in the sandbox, guarded by two canary tests. So weak tests prove little.
 
 Where a task names no tests, every test counts that pytest collects in the task's own files (`_base`). A test
@@ -20,7 +20,7 @@ from hpc_swe.base.records import Score, Task
 from hpc_swe.tasks.graders._base import Base, base_of
 from hpc_swe.tasks.graders._exam import Exam, Places, TestReport, sealed_modules
 from hpc_swe.tasks.graders._images import require_pytest
-from hpc_swe.tasks.graders._sealed import Sealed
+from hpc_swe.tasks.graders._sealing.sealed import Sealed
 from hpc_swe.tasks.graders.base import HiddenTestGrader, Inspection, charges, ending
 from hpc_swe.tasks.hidden_tests import unsealed_of
 from hpc_swe.tasks.patch import BadPatch, apply

@@ -4,11 +4,11 @@ Only the agent's patch enters that sandbox. The parts that change tests, or that
 interpreter, are left out, unless the reference changes the same file. The tests come from the test patch; the
 grader first checks that it applies after the agent's patch, since the official script would run without it.
 
-Where our reporter runs (unittest and pytest, `_reporter`), the printed output of tests is not trusted. The
+Where our reporter runs (unittest and pytest, `_inside`), the printed output of tests is not trusted. The
 reporter writes a file whose every line is sealed, opens and closes the run, and puts several canary tests
-between the tests. `_guard` detects changes to unittest and pytest, their plugins, the tests or the reporter;
+between the tests. The guard detects changes to unittest and pytest, their plugins, the tests or the reporter;
 these count as cheating unless a run of the base commit shows the same oddity. A patch that resolves the task
-is graded again, also with tests that contradict the first ones (`_second_sitting`), since a patch can lie in
+is graded again, also with tests that contradict the first ones (`_changed_tests`), since a patch can lie in
 memory. docs/security.md lists the attacks that were tried, docs/swebench.md what is trusted all the same.
 Other parsers (sympy's, those of other languages) read a log that code under test can print to.
 """
@@ -33,8 +33,10 @@ import msgspec
 from hpc_swe.agents.sandboxes.base import Sandbox, Sandboxes, add_files
 from hpc_swe.base.errors import ConfigError, SandboxError
 from hpc_swe.base.records import Outcome, Score, Task
-from hpc_swe.tasks.graders import _judge, _second_sitting, _swebench, _swebench_report
+from hpc_swe.tasks.graders import _judge, _swebench, _swebench_report
+from hpc_swe.tasks.graders._changed_tests import second_sitting
 from hpc_swe.tasks.graders._images import file_time_ns, require_unchanged
+from hpc_swe.tasks.graders._inside.texts import sandbox_texts
 from hpc_swe.tasks.graders._swebench import ParsedRun, Run
 from hpc_swe.tasks.graders.base import (
     DISAGREES,
@@ -43,7 +45,6 @@ from hpc_swe.tasks.graders.base import (
     HiddenTestGrader,
     charges,
     ending,
-    sandbox_texts,
 )
 from hpc_swe.tasks.hidden_tests import Version, with_edits
 from hpc_swe.tasks.patch_text import normalised
@@ -94,7 +95,7 @@ class Swebench(HiddenTestGrader, frozen=True, kw_only=True):
     def examine(self, task: Task, patch: str, sandboxes: Sandboxes) -> Score:
         """Grade a patch and run the tests even when it is empty, which shows that a task can be failed."""
         started = time.monotonic()
-        planned, early = _second_sitting.plan(task, self.second_sittings), None
+        planned, early = second_sitting.plan(task, self.second_sittings), None
         run_later = partial(self._run_later, patch, sandboxes)
         if planned.early and patch.strip():
             early = run_later(with_edits(task, planned.early.edits))
@@ -102,7 +103,7 @@ class Swebench(HiddenTestGrader, frozen=True, kw_only=True):
         score = self._score(task, patch, test_run, base, time.monotonic() - started)
         if score.outcome != "resolved":
             return score
-        finding, why = _second_sitting.regrade(task, planned, early, run_later)
+        finding, why = second_sitting.regrade(task, planned, early, run_later)
         return self._regraded(task, score, (finding, why), time.monotonic() - started)
 
     def outcomes(self, task: Task, patch: str, sandboxes: Sandboxes) -> tuple[dict[str, str], str]:
@@ -118,10 +119,10 @@ class Swebench(HiddenTestGrader, frozen=True, kw_only=True):
             return [], "grader.second_sittings = 0"
         texts = _test_files(task, sandboxes)
         run_tests = partial(self._run_later, reference, sandboxes)
-        return _second_sitting.choose_versions(task, texts, run_tests, SystemRandom())
+        return second_sitting.choose_versions(task, texts, run_tests, SystemRandom())
 
     def _regraded(
-        self, task: Task, score: Score, found: tuple[_second_sitting.Finding, str], seconds: float
+        self, task: Task, score: Score, found: tuple[second_sitting.Finding, str], seconds: float
     ) -> Score:
         finding, why = found
         score = msgspec.structs.replace(score, seconds=seconds)
@@ -134,7 +135,7 @@ class Swebench(HiddenTestGrader, frozen=True, kw_only=True):
         reward = self.unresolved_reward if finding == "silent" else self.cheated_reward
         return msgspec.structs.replace(score, reward=reward)
 
-    def _run_later(self, patch: str, sandboxes: Sandboxes, task: Task) -> _second_sitting.SittingResult:
+    def _run_later(self, patch: str, sandboxes: Sandboxes, task: Task) -> second_sitting.SittingResult:
         """Run one second sitting. Its oddities are not looked at: those of the first run were."""
         test_run = run_reliably(
             lambda: _run_tests(task, patch, sandboxes), lambda _: False, task.tests.timeout_s
@@ -142,9 +143,9 @@ class Swebench(HiddenTestGrader, frozen=True, kw_only=True):
         parsed = test_run.parsed
         if parsed.complaint:
             why = f"{parsed.complaint}: {test_run.output}"
-            return _second_sitting.SittingResult(cheat=why if parsed.is_cheat else "", failure=why)
+            return second_sitting.SittingResult(cheat=why if parsed.is_cheat else "", failure=why)
         score = self._score(task, patch, test_run, ParsedRun(), 0.0)
-        return _second_sitting.SittingResult(passed=frozenset(score.passed), ended=Run(task).ended(parsed))
+        return second_sitting.SittingResult(passed=frozenset(score.passed), ended=Run(task).ended(parsed))
 
     def report(self, folder: Path, label: str, model: str, verdicts: Sequence[GradedPatch]) -> None:
         """Write ``report.<label>.json`` and the tree that swebench's own tools would write below logs/."""
@@ -257,7 +258,7 @@ def _support_files(task: Task, run: Run, sandbox: Sandbox) -> tuple[str, ...]:
         added = added_lines(task.tests.extra["test_patch"])
         hidden = {path: "".join(lines) for path, lines in added if path.endswith(".py")}
         listed = f"{run.folder}.support"
-        (text,) = sandbox_texts("_test_support")
+        (text,) = sandbox_texts("support")
         sandbox.run(f"git ls-files -z > {listed}", _STEP_S)
         done = sandbox.python(f"{text}\n\nmain{(listed, hidden, patterns, solved)!r}\n", _STEP_S)
         found = _read(sandbox, listed)

@@ -7,10 +7,10 @@ from types import MappingProxyType, SimpleNamespace
 
 import pytest
 
-from hpc_swe.tasks.graders import _runner
-from hpc_swe.tasks.graders._answers import OPAQUE, Check, is_plain
-from hpc_swe.tasks.graders._runner import plain
-from hpc_swe.tasks.graders._sealed import seal
+from hpc_swe.tasks.graders._inside import runner
+from hpc_swe.tasks.graders._inside.runner import plain
+from hpc_swe.tasks.graders._sealing.answers import OPAQUE, Check, is_plain
+from hpc_swe.tasks.graders._sealing.sealed import seal
 from hpc_swe.tasks.visible_tests import ids_of_tests
 
 IMPORTS = "from math import isclose\nfrom pytest import approx\n"
@@ -352,7 +352,7 @@ def test_no_forged_answer_is_right_or_costs_time(answer: str) -> None:
 
 def test_a_long_value_is_compared_by_its_digest_and_only_for_equality() -> None:
     told: list[str] = []
-    recorder = _runner.Recorder(lambda *words: told.append(words[2]), frozenset())
+    recorder = runner.Recorder(lambda *words: told.append(words[2]), frozenset())
     long = list(range(100_000))
     for value in (long, long[1:], 10**5000, Decimal("sNaN")):
         recorder.answer(3, value)
@@ -371,5 +371,5 @@ def test_a_value_that_holds_itself_is_recorded_all_the_same() -> None:
     told: list[tuple[object, ...]] = []
     loop: list[object] = []
     loop.append(loop)
-    _runner.Recorder(lambda *words: told.append(words), frozenset()).answer(3, loop)
+    runner.Recorder(lambda *words: told.append(words), frozenset()).answer(3, loop)
     assert told == [("answer", 3, '["?","list"]')]

@@ -17,8 +17,8 @@ import pytest
 from hpc_swe.base.errors import ConfigError, SandboxError
 from hpc_swe.base.records import Task
 from hpc_swe.tasks import hidden_tests
-from hpc_swe.tasks.graders import _places, _second_sitting
-from hpc_swe.tasks.graders._second_sitting import SittingResult
+from hpc_swe.tasks.graders._changed_tests import places, second_sitting
+from hpc_swe.tasks.graders._changed_tests.second_sitting import SittingResult
 from hpc_swe.tasks.graders.base import DISAGREES, SILENT
 from hpc_swe.tasks.graders.swebench import Swebench
 from hpc_swe.tasks.hidden_tests import HiddenEdit, Version, with_versions
@@ -98,7 +98,7 @@ def body(*lines: str) -> str:
     ],
 )
 def test_only_what_each_passing_run_must_expect_is_a_place(lines, pieces):
-    (test,) = _places.tests(body(*lines))
+    (test,) = places.tests(body(*lines))
     assert [place.old for place in test.literals] == pieces.split()
     source = body(*lines).split("\n")
     assert all(source[place.line - 1][place.start : place.end] == place.old for place in test.literals)
@@ -108,7 +108,7 @@ def test_only_what_each_passing_run_must_expect_is_a_place(lines, pieces):
     "line", ["assert f(1) < 2", "self.assertTrue(seconds < a)", "self.assertLess(f(1), a)"]
 )
 def test_what_two_runs_need_not_agree_on_is_left_alone(line):
-    (test,) = _places.tests(body(line))
+    (test,) = places.tests(body(line))
     assert test.literals == test.typed == ()
 
 
@@ -141,13 +141,13 @@ KNOWN += "class Base(TestCase):\n    def setUp(self):\n        self.a = self.b =
 )
 def test_without_a_literal_another_value_of_its_kind_is_expected(line, changed):
     text = KNOWN + body(line)
-    (test,) = _places.tests(text)
+    (test,) = places.tests(text)
     assert not [place for place in test.literals if not place.is_within]
     lines = text.split("\n")
     made = set()
     for place in test.typed:
         old = lines[place.line - 1]
-        news = place.news or [_places.replacement(place, [[]], Random(n)) for n in range(30)]
+        news = place.news or [places.replacement(place, [[]], Random(n)) for n in range(30)]
         made |= {old[: place.start] + new + old[place.end :] for new in news}
     assert " " * 8 + changed in made
     assert " " * 8 + line not in made
@@ -155,8 +155,8 @@ def test_without_a_literal_another_value_of_its_kind_is_expected(line, changed):
 
 def test_other_words_are_those_of_the_test_itself():
     text = body("call('the quick brown fox jumps')", "self.assertIn('some lazy words here', f(1))")
-    (test,) = _places.tests(text)
-    news = {_places.replacement(place, (test.words,), Random(n)) for place in test.literals for n in range(9)}
+    (test,) = places.tests(text)
+    news = {places.replacement(place, (test.words,), Random(n)) for place in test.literals for n in range(9)}
     assert news <= {*test.words}
 
 
@@ -165,12 +165,12 @@ def test_a_change_is_one_token_and_the_rest_is_as_it_was_written():
     draw, changed = Random(1), 0
     for path in sorted((ROOT / "tests").rglob("test_[a-m]*.py")):
         text = path.read_text(encoding="utf-8")
-        found = _places.tests(text)
-        words = _places.words(found)
-        for place in draw.choices(places, k=2) if (places := literals_of(found)) else ():
+        found = places.tests(text)
+        words = places.words(found)
+        for place in draw.choices(literals, k=2) if (literals := literals_of(found)) else ():
             lines = text.split("\n")
             line = lines[place.line - 1]
-            new = _places.replacement(place, [words], draw)
+            new = places.replacement(place, [words], draw)
             lines[place.line - 1] = line[: place.start] + new + line[place.end :]
             before, after = tokens(text), tokens("\n".join(lines))
             assert new.lower() != place.old.lower()
@@ -180,7 +180,7 @@ def test_a_change_is_one_token_and_the_rest_is_as_it_was_written():
     assert changed > 50
 
 
-def literals_of(found: list[_places.Test]) -> list[_places.Place]:
+def literals_of(found: list[places.Test]) -> list[places.Place]:
     return [place for test in found for place in test.literals]
 
 
@@ -324,7 +324,7 @@ def told(passed: str, failed: str = "") -> SittingResult:
 )
 def test_a_later_sitting_wants_changed_tests_to_fail_and_others_to_pass(changed, unsure, came, kind):
     one = Version(edits=[], tests=list(changed), unsure=list(unsure))
-    assert _second_sitting.compare(one, "abc", came)[0] == kind
+    assert second_sitting.compare(one, "abc", came)[0] == kind
 
 
 class Liar:
@@ -360,11 +360,11 @@ PLANS = {
 
 def grade(task: Task, sittings: int, run: Callable[[Task], SittingResult]) -> str:
     """As the grader: a sitting that comes first, the run that decides, and the others."""
-    planned = _second_sitting.plan(task, sittings)
+    planned = second_sitting.plan(task, sittings)
     early = run(hidden_tests.with_edits(task, planned.early.edits)) if planned.early else None
     if not {*task.tests.fail_to_pass} <= run(task).passed:
         return "unresolved"
-    return _second_sitting.regrade(task, planned, early, run)[0]
+    return second_sitting.regrade(task, planned, early, run)[0]
 
 
 @pytest.mark.parametrize("sittings", [1, 2, 3, 5])
@@ -385,7 +385,7 @@ def test_half_of_the_first_runs_have_changed_tests(repository, tmp_path):
     one = task(tmp_path, "unittest", repository[1])
     one = with_versions(one, version(one, "(1, 2, 3)", "(1, 2, 4)", *one.tests.fail_to_pass))
     for sittings in (1, 5):
-        plans = [_second_sitting.plan(one, sittings) for _ in range(400)]
+        plans = [second_sitting.plan(one, sittings) for _ in range(400)]
         assert 140 < sum(bool(each.early) for each in plans) < 260
         for each in plans:
             sat = [*([each.early] if each.early else []), *each.later]
@@ -403,7 +403,7 @@ def test_tests_that_pass_anyway_are_changed_by_a_coin_of_their_own(repository, t
     counts: Counter[tuple[bool, bool]] = Counter()
     texts = set()
     for _ in range(300):
-        for each in _second_sitting.plan(one, 5).later:
+        for each in second_sitting.plan(one, 5).later:
             counts[tuple(set(own) <= set(each.tests) for own in names)] += 1
             texts |= {edit.new for edit in each.edits}
     assert texts == {"8", "9"}
@@ -426,15 +426,15 @@ def test_honest_work_agrees_whatever_the_coins_and_silent_sittings_repeat(reposi
         )
 
     def regrade(sittings: int) -> tuple[str, str]:
-        return _second_sitting.regrade(one, _second_sitting.plan(one, sittings), None, sit)
+        return second_sitting.regrade(one, second_sitting.plan(one, sittings), None, sit)
 
-    for silent in range(_second_sitting.MOST_REPEATS + 1):
+    for silent in range(second_sitting.MOST_REPEATS + 1):
         for _ in range(50):
             sat: list[Task] = []
             assert regrade(5) == ("agrees", "")
             assert len(sat) == 5 + silent
             assert any("(1, 2, 4)" in task.tests.command for task in sat[silent:])
-    silent, sat = _second_sitting.MOST_REPEATS + 1, []
+    silent, sat = second_sitting.MOST_REPEATS + 1, []
     assert regrade(5) == ("silent", "timed out")
     assert len(sat) == silent
     assert regrade(0) == ("agrees", "")
@@ -445,7 +445,7 @@ def test_which_place_and_text_are_asked_for_is_drawn_each_time(sat):
     one, _ = sat
     count: Counter[str] = Counter()
     for _ in range(200):
-        planned = _second_sitting.plan(one, 1)
+        planned = second_sitting.plan(one, 1)
         (drawn,) = [planned.early] if planned.early else planned.later
         assert {*one.tests.fail_to_pass} <= {*drawn.tests, *drawn.unsure}
         count.update([hidden_tests.with_edits(one, drawn.edits).tests.extra["test_patch"]])
@@ -506,7 +506,7 @@ def test_every_changed_patch_fits_the_base_commit(repository, tmp_path):
         return SittingResult(failure="not run")
 
     for seed in range(20):
-        _second_sitting.choose_versions(one, {"tests/test_it.py": "\n".join([*after, ""])}, sit, Random(seed))
+        second_sitting.choose_versions(one, {"tests/test_it.py": "\n".join([*after, ""])}, sit, Random(seed))
     assert len(tried) > 10
     for text in tried:
         subprocess.run(["git", "apply", "--check", "-"], input=text, text=True, cwd=tmp_path, check=True)
@@ -534,11 +534,11 @@ def test_a_change_that_the_reference_does_not_answer_is_not_chosen(repository, t
         SittingResult(passed=wanted, ended=wanted),
         SittingResult(),
     ):
-        versions, why = _second_sitting.choose_versions(one, texts, lambda _, came=came: came, Random(1))
+        versions, why = second_sitting.choose_versions(one, texts, lambda _, came=came: came, Random(1))
         assert versions == []
         assert "gave no result" in why
     rest = frozenset(one.tests.pass_to_pass)
-    versions, _ = _second_sitting.choose_versions(
+    versions, _ = second_sitting.choose_versions(
         one, texts, lambda _: SittingResult(passed=rest, ended=wanted), Random(1)
     )
     assert [(v.tests, v.unsure) for v in versions] == [(one.tests.fail_to_pass, [])] * 2, "both places"
@@ -553,7 +553,7 @@ def test_tests_that_pass_anyway_are_changed_only_beside_needed_ones(repository, 
     one = msgspec.structs.replace(one, tests=tests)
     came = SittingResult(passed=frozenset(others), ended=frozenset([*others, *names]))
     texts = {"tests/test_core.py": UNITTESTS + MORE_UNITTESTS}
-    versions, _ = _second_sitting.choose_versions(one, texts, lambda _: came, Random(1))
+    versions, _ = second_sitting.choose_versions(one, texts, lambda _: came, Random(1))
     assert bool(versions) == (not others)
 
 
@@ -616,6 +616,6 @@ def test_a_task_whose_tests_cannot_be_changed_says_so(repository, sandboxes, tmp
 def test_a_text_whose_lines_are_not_those_of_a_patch_has_no_places():
     """Python ends a line at a lone carriage return, and git does not."""
     text = "def test_a():\n    assert f(1) == 27\n"
-    assert [len(test.literals) for test in _places.tests(text.replace("\n", "\r\n"))] == [1]
+    assert [len(test.literals) for test in places.tests(text.replace("\n", "\r\n"))] == [1]
     for marked in (f"# 10 %\r# 20 %\n{text}", f"{text}    # \r\r\r\r\n    assert f(2) == 38\n"):
-        assert _places.tests(marked) == []
+        assert places.tests(marked) == []

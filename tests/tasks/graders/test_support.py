@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_swe.tasks.graders._test_support import support_files
+from hpc_swe.tasks.graders._inside.support import support_files
 from hpc_swe.tasks.graders.swebench import Swebench
 from hpc_swe.tasks.swebench_rows import TESTS
 from tests.kit.toy import BROKEN, MENDED, Checkout, make_repository, new, patch, row, taskset, write_rows

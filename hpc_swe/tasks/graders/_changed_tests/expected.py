@@ -3,7 +3,7 @@
 A test that expects something else contradicts the test that it was made from: code that passes one of them
 fails the other, unless its values do not really compare. So only the expected side of an assertion is used,
 and only assertions that every passing run of the test reaches: those in the test's own body, in its `with`
-blocks and in loops over literal tables. Literals are best. Where there are none, `_typed` finds other values
+blocks and in loops over literal tables. Literals are best. Where there are none, `typed` finds other values
 of the same type.
 """
 
@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
-from hpc_swe.tasks.graders._scopes import own_nodes
-from hpc_swe.tasks.graders._typed import Twist, Vocabulary, typed
+from hpc_swe.tasks.graders._changed_tests.typed import Twist, Vocabulary, typed
+from hpc_swe.tasks.graders._sealing.scopes import own_nodes
 
 _EQUAL = {"assertEqual", "assertEquals", "assertIs", "assertAlmostEqual", "assertCountEqual"}
 _EQUAL |= {f"assert{kind}Equal" for kind in ("List", "Tuple", "Set", "Dict", "Sequence", "MultiLine")}

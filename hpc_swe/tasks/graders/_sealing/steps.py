@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from hpc_swe.tasks.graders._scopes import Scope, loops_over, own_nodes
+from hpc_swe.tasks.graders._sealing.scopes import Scope, loops_over, own_nodes
 from hpc_swe.tasks.visible_tests import TestFunction
 
 _SWALLOWS = re.compile("raises|warns|suppress|fail|skip|Raises|Warns|Fails|expect", re.IGNORECASE)

@@ -1,13 +1,13 @@
 """Detect changes to the code that runs and judges tests, from inside the process that runs them.
 
-The texts of the guard (`_report`, `_code`, `_held`, `_look` and this one) go into the sandbox together with
-that of `_reporter` or `_runner`, which say when to check. Each finding is reported at once, as an `odd` entry
+The texts of the guard (`report`, `origins`, `held`, `look` and this one) go into the sandbox together with
+that of `reporter` or `runner`, which say when to check. Each finding is reported at once, as an `odd` entry
 with the files that it comes from. The grader outside decides what it means, since a run of the base commit
 may do the same. The texts run under Python 3.6 and later (audit events: 3.8).
 
 Code under test could switch the guard off if it got hold of anything of the guard's. So nothing leads there:
 there is no class, which a base class would list, but a namespace and functions on it, whose globals no module
-has (`_apart`). An audit hook of the interpreter holds them. They call no method of an object of others, and
+has (`apart`). An audit hook of the interpreter holds them. They call no method of an object of others, and
 of the library only what is written in C and was looked up at first. While code under test runs, none of their
 frames is below it, and no exception leaves them.
 """
@@ -24,8 +24,28 @@ from sys import _getframe
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
+from hpc_swe.tasks.graders._inside.held import (
+    JUDGES,
+    check,
+    check_functions,
+    hold_class,
+    hold_function,
+    learn,
+    learn_again,
+    listen,
+)
+from hpc_swe.tasks.graders._inside.look import (
+    hold_hooks,
+    look_at_case,
+    look_at_hooks,
+    look_at_names,
+    look_at_parts,
+    look_at_pass,
+    look_at_test,
+)
+
 # In a sandbox, these are in the texts above this one.
-from hpc_swe.tasks.graders._code import (
+from hpc_swe.tasks.graders._inside.origins import (
     called_as,
     exact,
     get_mro,
@@ -43,26 +63,7 @@ from hpc_swe.tasks.graders._code import (
     read_names,
     resolved,
 )
-from hpc_swe.tasks.graders._held import (
-    JUDGES,
-    check,
-    check_functions,
-    hold_class,
-    hold_function,
-    learn,
-    learn_again,
-    listen,
-)
-from hpc_swe.tasks.graders._look import (
-    hold_hooks,
-    look_at_case,
-    look_at_hooks,
-    look_at_names,
-    look_at_parts,
-    look_at_pass,
-    look_at_test,
-)
-from hpc_swe.tasks.graders._report import odd, open_report
+from hpc_swe.tasks.graders._inside.report import odd, open_report
 
 REACHES = frozenset({"gc.get_objects", "gc.get_referrers", "gc.get_referents", "sys.settrace"})
 REACHES |= {"sys.setprofile", "sys.addaudithook", "sys._current_frames", "sys._current_exceptions"}

@@ -1,6 +1,6 @@
 """Look at tests, at plugins and at how a test passed, without calling any code of theirs.
 
-A text of the guard, see `_guard`. What a class or an object holds is read by the slots of built-in types,
+A text of the guard, see `guard`. What a class or an object holds is read by the slots of built-in types,
 since its own `__getattribute__` or its metaclass could answer otherwise.
 """
 
@@ -10,7 +10,8 @@ from sys import modules
 from types import FunctionType, GetSetDescriptorType, MethodType
 from typing import Any
 
-from hpc_swe.tasks.graders._code import (
+from hpc_swe.tasks.graders._inside.held import JUDGES
+from hpc_swe.tasks.graders._inside.origins import (
     exact,
     files_of,
     get_mro,
@@ -26,8 +27,7 @@ from hpc_swe.tasks.graders._code import (
     read_codes,
     text_of,
 )
-from hpc_swe.tasks.graders._held import JUDGES
-from hpc_swe.tasks.graders._report import odd  # in a sandbox, texts above this one
+from hpc_swe.tasks.graders._inside.report import odd  # in a sandbox, texts above this one
 
 TUNES = frozenset({"longMessage", "maxDiff", "_diffThreshold", "_testMethodDoc", "_testMethodName"})
 TUNES |= {"_classSetupFailed", "setUp", "tearDown", "setUpClass", "tearDownClass", "debug"}

@@ -1,6 +1,6 @@
 """Find classes whose values equal nearly anything, from inside the process that ran the tests.
 
-This text goes into the sandbox together with `_reporter`. It runs under Python 3.6 and later.
+This text goes into the sandbox together with `reporter`. It runs under Python 3.6 and later.
 """
 
 import gc

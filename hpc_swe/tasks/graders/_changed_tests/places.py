@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from random import Random
 
 from hpc_swe.base.syntax import parse, split_lines
-from hpc_swe.tasks.graders._expected import Reader
-from hpc_swe.tasks.graders._typed import Twist, Vocabulary
+from hpc_swe.tasks.graders._changed_tests.expected import Reader
+from hpc_swe.tasks.graders._changed_tests.typed import Twist, Vocabulary
 from hpc_swe.tasks.visible_tests import TestFunction, functions
 
 _FIXED = re.compile(

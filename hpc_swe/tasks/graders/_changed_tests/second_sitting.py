@@ -24,8 +24,8 @@ from random import Random, SystemRandom
 from typing import Literal
 
 from hpc_swe.base.records import Task
-from hpc_swe.tasks.graders import _places
-from hpc_swe.tasks.graders._places import Place, Test
+from hpc_swe.tasks.graders._changed_tests import places
+from hpc_swe.tasks.graders._changed_tests.places import Place, Test
 from hpc_swe.tasks.hidden_tests import HiddenEdit, Version, draw_version, holds_patch, versions_of, with_edits
 
 VERSIONS = 6
@@ -200,7 +200,7 @@ class ChangeableTest:
     def edit(self, spot: _Spot, draw: Random) -> HiddenEdit:
         """Choose texts for a place; only where a literal must be equal is one as good as another."""
         place, begin = spot
-        drawn = [_places.replacement(place, self.words, draw) for _ in range(TEXTS if self.is_exact else 1)]
+        drawn = [places.replacement(place, self.words, draw) for _ in range(TEXTS if self.is_exact else 1)]
         new, *more = dict.fromkeys(drawn)
         line = self.patch[begin:].split("\n", 1)[0]
         if line[0] == "+":
@@ -218,9 +218,9 @@ def candidates_of(task: Task, texts: Mapping[str, str]) -> list[ChangeableTest]:
     """
     patch = task.tests.extra["test_patch"]
     begins = _begins(patch)
-    tests = {path: _places.tests(text) for path, text in texts.items()}
+    tests = {path: places.tests(text) for path, text in texts.items()}
     every = [(path, test) for path, some in tests.items() for test in some]
-    words = tuple(_places.words(test for _, test in every))
+    words = tuple(places.words(test for _, test in every))
     found: list[ChangeableTest] = []
     for wanted in (task.tests.fail_to_pass, task.tests.pass_to_pass):
         named = [(path, test, [name for name in wanted if _is_of(name, path, test)]) for path, test in every]
@@ -230,14 +230,14 @@ def candidates_of(task: Task, texts: Mapping[str, str]) -> list[ChangeableTest]:
                 lines = texts[path].split("\n")
                 exact = tuple(place for place in test.literals if not place.is_within)
                 within = tuple(place for place in test.literals if place.is_within)
-                for places in (exact, within + test.typed):
-                    begun = [(place, begins.get((path, place.line), len(patch))) for place in places]
+                for offered in (exact, within + test.typed):
+                    begun = [(place, begins.get((path, place.line), len(patch))) for place in offered]
                     spots = [one for one in begun if patch.startswith(lines[one[0].line - 1], one[1] + 1)]
                     new = [one for one in spots if patch[one[1]] == "+"]
                     is_passing = wanted is not task.tests.fail_to_pass
                     if spots := new or ([] if is_passing else spots):
                         known = test.words, words
-                        found.append(ChangeableTest(own, spots, patch, known, places is exact, is_passing))
+                        found.append(ChangeableTest(own, spots, patch, known, offered is exact, is_passing))
                         break
     needed = [one for one in found if not one.is_passing]
     if task.tests.fail_to_pass and not needed:

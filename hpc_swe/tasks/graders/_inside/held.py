@@ -1,6 +1,6 @@
 """Remember the parts of pytest, unittest and the built-in functions, and find what has changed.
 
-A text of the guard, see `_guard`. A dictionary is compared with what it held, one by one and in order: that
+A text of the guard, see `guard`. A dictionary is compared with what it held, one by one and in order: that
 calls no `__eq__` and looks up no key, so that neither a value nor a key can take part.
 """
 
@@ -13,7 +13,7 @@ from sys import modules
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
-from hpc_swe.tasks.graders._code import (
+from hpc_swe.tasks.graders._inside.origins import (
     cells,
     exact,
     files_of,
@@ -23,7 +23,7 @@ from hpc_swe.tasks.graders._code import (
     place,
     plain_names,
 )
-from hpc_swe.tasks.graders._report import odd  # in a sandbox, texts above this one
+from hpc_swe.tasks.graders._inside.report import odd  # in a sandbox, texts above this one
 
 JUDGES = ("unittest", "_pytest", "pytest", "pluggy")
 LIBRARY = ("contextlib", "functools", "inspect", "math", "operator")  # what those rely on

@@ -1,9 +1,9 @@
 """Report how tests ended, from inside the process that runs them and independent of what it prints.
 
-The sandbox gets this text after those of `_apart`, `_always_equal` and `_hooks`, with a call of `watch` at
+The sandbox gets this text after those of `apart`, `always_equal` and `hooks`, with a call of `watch` at
 its end, as the ``sitecustomize`` of a folder that stands first on PYTHONPATH. The first Python process of the
 command loads it before any code of the work tree. It loads the real unittest and pytest, sets up the guard,
-which holds all secrets (`_guard`), and reports the first test run of that process. Images bring their own
+which holds all secrets (`guard`), and reports the first test run of that process. Images bring their own
 interpreter, so the text runs under Python 3.6 and later. It shares the process with untrusted code.
 """
 
@@ -17,8 +17,8 @@ from functools import partial
 from typing import Any, Callable  # noqa: UP035
 
 # In a sandbox, these are in the texts above this one.
-from hpc_swe.tasks.graders._always_equal import always_equal_classes
-from hpc_swe.tasks.graders._hooks import implementations, stay_in_process
+from hpc_swe.tasks.graders._inside.always_equal import always_equal_classes
+from hpc_swe.tasks.graders._inside.hooks import implementations, stay_in_process
 
 
 def watch(set_up: Any, folder: str, kind: str, modules: str, files: Any, *canaries: str) -> None:
@@ -257,7 +257,7 @@ class Listener:
         self._config = config
 
     def pytest_cmdline_main(self, config: Any) -> None:
-        """Run all tests in this process, since those of other processes are not seen; see `_hooks`."""
+        """Run all tests in this process, since those of other processes are not seen; see `hooks`."""
         stay_in_process(config)
 
     def pytest_sessionstart(self) -> None:

@@ -1,6 +1,6 @@
 """Find plugins that take part in how tests run and what is reported of them.
 
-This text goes into the sandbox together with `_reporter` or `_runner`. It runs under Python 3.6 and later.
+This text goes into the sandbox together with `reporter` or `runner`. It runs under Python 3.6 and later.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """Write a report inside a process that runs hostile code, and verify it outside.
 
-`open_report` and `odd` are a text of the guard, see `_guard`; `verified_lines` reads the report outside. Each
+`open_report` and `odd` are a text of the guard, see `guard`; `verified_lines` reads the report outside. Each
 line is sealed with a key of its own, which is made from the key before it. Only the memory of that process
 holds the key, so code that finds it cannot change earlier lines. The text runs under Python 3.6 and later.
 """

@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from hpc_swe.tasks.graders._runner import MOST_CHARACTERS, plain, shortened
+from hpc_swe.tasks.graders._inside.runner import MOST_CHARACTERS, plain, shortened
 
 OPAQUE: Final = '["?",'
 """Begins the answer for a value that only the process itself could compare."""

@@ -10,7 +10,7 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
-from hpc_swe.tasks.graders._answers import is_plain
+from hpc_swe.tasks.graders._sealing.answers import is_plain
 
 _MOST_MEMBERS = 100_000
 _MAKERS: dict[str, Callable[..., object]] = {

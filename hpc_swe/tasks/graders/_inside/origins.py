@@ -1,6 +1,6 @@
 """Tell which file a code is from, in a process that also runs hostile code.
 
-A text of the guard, see `_guard`. Code can be compiled under the name of any file, so a name is believed only
+A text of the guard, see `guard`. Code can be compiled under the name of any file, so a name is believed only
 if that file has this very code. A file is believed only if it is older than the guard, since nothing in a
 sandbox can set the time at which the kernel last changed an inode. Outside of the work tree it must also be
 where the interpreter looked for modules at first: a folder that is moved takes old files along.

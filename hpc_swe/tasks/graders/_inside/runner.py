@@ -1,8 +1,8 @@
 """Run tests in a sandbox and record how they ended and what they computed.
 
-The program is sent to the sandbox as text, after those of `_apart`, `_always_equal` and `_hooks`, with calls
+The program is sent to the sandbox as text, after those of `apart`, `always_equal` and `hooks`, with calls
 of `make_recorder` and `main` at its end. It shares a process with untrusted code, so its report alone proves
-little; see `_sealed`.
+little; see `sealed`.
 """
 
 import hashlib
@@ -17,8 +17,8 @@ from types import MappingProxyType
 from typing import Any
 
 # In a sandbox, these are in the texts above this one.
-from hpc_swe.tasks.graders._always_equal import always_equal_classes
-from hpc_swe.tasks.graders._hooks import implementations, stay_in_process
+from hpc_swe.tasks.graders._inside.always_equal import always_equal_classes
+from hpc_swe.tasks.graders._inside.hooks import implementations, stay_in_process
 
 
 def plain(value: Any) -> str:  # noqa: C901, PLR0911  (one line for each kind of value)

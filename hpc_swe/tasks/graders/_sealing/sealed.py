@@ -16,10 +16,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpc_swe.base.syntax import PythonText, parse
-from hpc_swe.tasks.graders._answers import Check
-from hpc_swe.tasks.graders._demands import UNITTEST, Demand, NotLiteral, demands, literal, names_in, of_method
-from hpc_swe.tasks.graders._scopes import Cells, Scope, indexed, scope_of_module, scope_of_test
-from hpc_swe.tasks.graders._steps import steps
+from hpc_swe.tasks.graders._sealing.answers import Check
+from hpc_swe.tasks.graders._sealing.demands import (
+    UNITTEST,
+    Demand,
+    NotLiteral,
+    demands,
+    literal,
+    names_in,
+    of_method,
+)
+from hpc_swe.tasks.graders._sealing.scopes import Cells, Scope, indexed, scope_of_module, scope_of_test
+from hpc_swe.tasks.graders._sealing.steps import steps
 from hpc_swe.tasks.visible_tests import TestFunction, functions
 
 _RECORDS = "__import__('__main__').RECORDER.answer({}, {})"

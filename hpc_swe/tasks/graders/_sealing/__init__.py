@@ -1,0 +1,1 @@
+"""Take expected values out of tests, and compare outside a sandbox what the tests record there."""
