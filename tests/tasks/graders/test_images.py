@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hpc_swe.agents.sandboxes.base import CommandResult, Sandbox, Sandboxes, WatchedSandboxes
+from hpc_swe.agents.sandboxes.base import CommandResult, ImageSandboxes, Sandbox, Sandboxes, WatchedSandboxes
 from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.base.errors import SandboxError
 from hpc_swe.base.records import Task
@@ -19,7 +19,7 @@ from tests.kit.cheats.cheat_task import RIGHT, TASK, WRONG
 from tests.kit.toy import BROKEN, GONE, LATE, Checkout, Failing, make_repository, patch, task
 
 
-class Images(Process, frozen=True, kw_only=True):
+class Images(Process, ImageSandboxes, frozen=True, kw_only=True):
     """Sandboxes that show files of this machine as those of their image."""
 
     images: str = ""
