@@ -17,7 +17,7 @@ import msgspec
 from msgspec import ValidationError
 from msgspec.structs import replace
 
-from hpc_swe.base import loader
+from hpc_swe.base import loader, shipped
 from hpc_swe.base.cli import suggestion
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.config import conflicts
@@ -226,7 +226,9 @@ def _with_decay_steps(config: RunConfig) -> RunConfig:
 
 def _parse(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors may write a byte order mark
+        return tomllib.loads(
+            shipped.config(path).read_text(encoding="utf-8-sig")
+        )  # editors may write a byte order mark
     except FileNotFoundError:
         where = "" if path.is_absolute() else f" in {Path.cwd()}; call the command in the folder that has it"
         raise ConfigError(f"{path}: there is no such file{where}") from None

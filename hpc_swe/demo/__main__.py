@@ -19,7 +19,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from hpc_swe.base import cli, intervals, tables
+from hpc_swe.agents.sandboxes.base import ImageSandboxes
+from hpc_swe.base import cli, intervals, shipped, tables
 from hpc_swe.base.errors import DeadlineError, HpcSweError
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import evals
@@ -33,6 +34,7 @@ from hpc_swe.launch import control as run_control
 from hpc_swe.models.model_shape import read_config
 
 MODEL_S = 3600.0  # longest wait for random weights to be written
+IMAGE_S = 1800.0  # longest wait for the image of the sandboxes
 DECODINGS = ("greedy", "sampled")
 STAGES = ("model", "sft", "before", "rejection-sft")
 """Folders beside that of the GRPO run, and beside its evaluation, whose name begins with after-."""
@@ -58,6 +60,16 @@ class Demo:
     """Folder of a model to start from, in place of one with random weights."""
     stage_minutes: float = 30.0
     """The longest that each stage may take, time in a queue included."""
+
+    def make_image(self) -> None:
+        """Build the image of the sandboxes where none is, as `make demo` does before."""
+        sandbox = configuration.from_words(["configs/demo.toml", *self.overrides]).sandbox
+        if isinstance(sandbox, ImageSandboxes) and not Path(sandbox.images).exists():
+            script = shipped.folder("containers") / "build_image.sh"
+            try:
+                completed(subprocess.Popen(["bash", script, sandbox.images]), IMAGE_S)  # it says what fails
+            except subprocess.TimeoutExpired:
+                raise DeadlineError(f"{script} has not ended within {IMAGE_S:g} s") from None
 
     def make_model(self) -> Path:
         """Make the tokenizer, the chat template and random weights, unless they exist; return the folder."""
@@ -152,6 +164,7 @@ def _plot(root: Path, before: Sequence[Attempt], after: Sequence[Attempt], train
 def run(demo: Demo, control: str) -> None:
     """Run all stages in order, with GRPO or with a control instead, and show the result."""
     began = time.monotonic()
+    demo.make_image()
     name = demo.name or control or "grpo"
     start = newest(demo.stage("sft", demo.make_model(), "demo_sft"))
     before = [] if demo.quick else [demo.stage("before", start, "demo_eval")]

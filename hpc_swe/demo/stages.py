@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.progress import Progress, TaskID
 
+from hpc_swe.base import shipped
 from hpc_swe.base.errors import HpcSweError
 from hpc_swe.base.metrics import decode
 from hpc_swe.base.rundir import RunDir
@@ -27,7 +28,7 @@ def of_stage(overrides: Sequence[str], files: Sequence[str]) -> Iterator[str]:
         path = Path(word)
         for name in files if path.suffix == ".toml" else ():
             beside = path.with_stem(f"{path.stem}_{name.removeprefix('demo_')}")
-            if beside.exists():
+            if shipped.config(beside).exists():
                 yield str(beside)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from hpc_swe.agents.sandboxes.base import ImageSandboxes
+from hpc_swe.base import shipped
 from hpc_swe.base.errors import ConfigError, CorruptRecord, StorageError
 from hpc_swe.base.records import RunManifest, Split, Task
 from hpc_swe.base.rundir import PROTOCOL, RunDir
@@ -225,11 +226,11 @@ def option(config: RunConfig) -> str:
 def _copy_code(run: RunDir, place: RunDir) -> None:
     """Copy the packages, so that jobs of a long run do not see later changes of the checkout."""
     copy = atomic.temporary(run.code)  # not in `place`: copying would make it again after its removal
-    ignored = shutil.ignore_patterns("__pycache__")
+    ignored = shutil.ignore_patterns("__pycache__", "configs", "containers", "jobs")  # of a wheel
     try:
         with atomic.storage(run.code):
             for package in PACKAGES:
-                source = Path(__file__).parents[2] / package
+                source = shipped.folder(package)
                 shutil.copytree(source, copy / package, ignore=ignored, copy_function=_copy_file)
             replace(copy, place.code)
     finally:

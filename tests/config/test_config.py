@@ -197,7 +197,7 @@ def test_what_an_editor_saves_is_read_or_refused_with_a_remedy(tmp_path, read, e
 def test_a_file_that_is_missing_in_the_working_folder_is_said_to_be(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=f"there is no such file in {tmp_path}; call the command"):
-        configuration.read(Path("configs/demo.toml"))
+        configuration.read(Path("configs/mine.toml"))
 
 
 def test_later_files_win_tables_merge_and_another_plugin_type_is_fresh(tmp_path, read):
