@@ -4,12 +4,14 @@ import re
 
 import pytest
 
-from tests.docs.commands import PAGES, commands
+from tests.docs.commands import GENERATED, PAGES, commands
 from tests.kit.checkout import ROOT
 
 FIRST_LINES = 40
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)")
 WIDTH = 120
+LINES = 3640
+"""Of the pages of docs/ that people write, together."""
 BLOCK = re.compile(r"(?<=\n\n)(?: {4}.*\n+)+")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 EDGES = [ROOT / name for name in ("AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md")]
@@ -50,6 +52,12 @@ def test_each_page_stands_in_the_contents_of_the_site_once():
     pages = [*outside, *(page.name for page in (ROOT / "docs").glob("*.md"))]
     assert len(outside) == len(EDGES) + 1
     assert sorted(re.findall(r"(\S+\.md)$", contents, re.MULTILINE)) == sorted(pages)
+
+
+def test_the_pages_stay_short_enough_to_be_read():
+    generated = {GENERATED, ROOT / "docs/configuration.md"}
+    texts = [page.read_text(encoding="utf-8") for page in sorted({*(ROOT / "docs").glob("*.md")} - generated)]
+    assert sum(len(text.splitlines()) for text in texts) <= LINES
 
 
 def anchors(page):
