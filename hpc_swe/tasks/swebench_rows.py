@@ -81,7 +81,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     def image_name(self) -> str:
         """Name of the official image, for example ``sweb.eval.x86_64.django_1776_django-17087``."""
         official = f"sweb.eval.x86_64.{self.instance_id}".replace("__", "_1776_").lower()
-        return self.image.rpartition("/")[2].partition(":")[0] or official
+        return re.split("[:@]", self.image.rpartition("/")[2])[0] or official
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

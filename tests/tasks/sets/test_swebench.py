@@ -51,6 +51,12 @@ def test_rows_of_swebench_5_keep_their_own_script_and_image(tmp_path):
     assert task.tests.fail_to_pass == ["a", "b"]
 
 
+@pytest.mark.parametrize("end", ["", ":1", "@sha256:0", ":1@sha256:0"])
+def test_a_name_of_an_image_has_neither_registry_nor_tag_nor_digest(tmp_path, end):
+    rows = write_rows(tmp_path / "rows.jsonl", row("pytest", BASE, image=f"host:5000/me/words{end}"))
+    assert only(rows).image == "words"
+
+
 def test_parquet_is_read_as_jsonl_is(tmp_path):
     rows = [row("unittest", BASE), row("pytest", BASE)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
