@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def _is_former_name(name: str) -> bool:
-    """Tell whether it names a command of makers/ as before 0.2: ``tasks.prepare``."""
+    """Return whether it names a command of makers/ as before 0.2: ``tasks.prepare``."""
     package, _, rest = name.partition(".")
     return package == "tasks" and rest in COMMANDS and (Path(__file__).parent / f"makers/{rest}.py").exists()
 

@@ -61,7 +61,7 @@ def references(run: RunDir, config: RunConfig) -> dict[str, str]:
     """Read the reference patches by task id; log a warning when they are expected but missing."""
     found = tasks.read_hidden(run.references)
     if not run.references.exists() and config.reward.sentinel_every:
-        log.warning("%s is missing: no sentinel of this worker grades a reference", run.references)
+        log.warning("%s is missing: no self-check of this worker grades a reference", run.references)
     return found
 
 

@@ -2,7 +2,7 @@
 
 A child that dies is started again, with back-off, at most `max_restarts` times; a child that ran for
 `QUIET_S` resets the count. A child that is stopped, or shows no sign of life, counts as dead. One that makes
-no progress is restarted when a verdict names it (jobs/supervision.py). The learner's ranks form a gang: when
+no progress is restarted when a verdict names it (jobs/supervision.py). The learner's ranks form a group: when
 one dies, all are ended and started again, since a collective needs all. A child never outlives this process.
 
 SIGUSR2 is the scheduler's warning that the job is about to end: the children drain, and the job asks to be
@@ -39,8 +39,8 @@ from jobs.supervision import VerdictReader
 PERMANENT = (2, 3)  # exit codes of ConfigError and ProtocolError: a restart does not help
 # Any other code may be of a rank that lost another rank.
 REASONS = (*PERMANENT, StorageError.exit_code, NodeError.exit_code)
-FROZEN = 8  # exit code of a gang with a frozen rank
-STUCK = 9  # exit code of a gang that makes no progress; verdicts count the restarts
+FROZEN = 8  # exit code of a process group with a frozen rank
+STUCK = 9  # exit code of a process group that makes no progress; verdicts count the restarts
 QUIET_S = 300.0  # after so long without a failure, restarts are counted from 0 again
 GRACE_S = 20.0
 KILLED_S = 180.0  # the longest end of a killed child: a large one frees its memory of host and GPU
@@ -55,7 +55,7 @@ Child = subprocess.Popen[bytes]
 log = logging.getLogger(__name__)
 
 
-class Gang:
+class ProcessGroup:
     """Run the processes of one job: one command each, or one srun that starts the same on several nodes."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Gang:
         shared: Path | None = None,
         verdicts: VerdictReader | None = None,
     ) -> None:
-        """Bind the gang's life to the process `bound_to`, given as pid:start time, unless it is empty.
+        """Bind its life to the process `bound_to`, given as pid:start time, unless it is empty.
 
         Ranks write their signs of life below `shared` on several nodes, and in a node-local folder on one.
         """
@@ -75,12 +75,12 @@ class Gang:
         self._children: list[Child] = []
         self._until = float("inf")
         self.stopping = Flag()
-        """It is set once a signal has asked the gang to end."""
+        """It is set once a signal has asked the process group to end."""
         self.is_warned = False
         self.lasting = 0
         """So many of the last commands are engines that share the GPUs of the others."""
         self.may_last: Callable[[], bool] = lambda: True
-        """Tells whether the engines go on when the others are done; they end, too, if it returns False."""
+        """Return whether the engines go on when the others are done; they end, too, if it returns False."""
         self._is_trained = False
         """The others are done, so that only the engines are started again."""
 
@@ -255,32 +255,32 @@ def commands(run: RunDir, role: str, config: RunConfig) -> list[list[str]]:
     return [command(role)] * job_counts.processes(role, config) + engines
 
 
-def supervise(gang: Gang, run: RunDir, max_restarts: int, refused_s: float = 60.0) -> int:
-    """Restart the gang until it is done, must stop, fails for good or has no restart left; return its code.
+def supervise(group: ProcessGroup, run: RunDir, max_restarts: int, refused_s: float = 60.0) -> int:
+    """Restart a group until it is done, must stop, fails for good or has no restart left; return its code.
 
     A refusal of the file system does not count as a restart; the next start comes `refused_s` later. A node
     that cannot do the work ends the job, since the next job may get another.
     """
     restarts = code = 0
-    while not gang.stopping.is_set():  # a signal may also come between two starts
+    while not group.stopping.is_set():  # a signal may also come between two starts
         began = time.monotonic()
-        gang.start()
-        code = gang.wait()
-        is_over = gang.stopping.is_set() or orders.is_over(run)
+        group.start()
+        code = group.wait()
+        is_over = group.stopping.is_set() or orders.is_over(run)
         if code == 0 or code in (*PERMANENT, NodeError.exit_code) or is_over:
             break
         if code == STUCK:
             continue
         if code == StorageError.exit_code:
             log.warning("the file system refused; start again in %g s", refused_s)
-            gang.stopping.wait(refused_s)
+            group.stopping.wait(refused_s)
             continue
         restarts = 0 if time.monotonic() - began > QUIET_S else restarts + 1
         if restarts > max_restarts:
             log.error("gave up after %d restarts; last exit code %d", max_restarts, code)
             return 1
         log.warning("exit code %d; start again, %d of %d", code, restarts, max_restarts)
-        gang.stopping.wait(min(2.0 ** (restarts - 1), 60.0))
+        group.stopping.wait(min(2.0 ** (restarts - 1), 60.0))
     return max(code, 0)
 
 
@@ -307,27 +307,27 @@ def _work(arguments: argparse.Namespace, run: RunDir, config: RunConfig) -> int:
         log.info("void: another submission has taken the place of %s %d", role, number)
         return 0
     verdicts = VerdictReader(run, role, config, nodes() == 1)
-    gang = Gang(commands(run, role, config), arguments.bound_to, arguments.notice, run.meetings, verdicts)
+    wanted = commands(run, role, config)
+    group = ProcessGroup(wanted, arguments.bound_to, arguments.notice, run.meetings, verdicts)
     for signalled in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
-        signal.signal(signalled, gang.forward)
+        signal.signal(signalled, group.forward)
     began = time.monotonic()
     _report(arguments, run, -1.0, 0)
     try:
         _require_gpus(role, config)
-        with _sharing(gang, run, role, config):
-            code = supervise(gang, run, config.max_restarts)
+        with _sharing(group, run, role, config):
+            code = supervise(group, run, config.max_restarts)
     except NodeError as error:
         log.error("%s", error)
         code = error.exit_code
     _report(arguments, run, time.monotonic() - began, code)
-    if gang.is_warned and not orders.active(run):
+    if group.is_warned and not orders.active(run):
         config.executor.requeue()
     return code
 
 
 @contextmanager
-def _sharing(gang: Gang, run: RunDir, role: str, config: RunConfig) -> Iterator[None]:
-    """Let the engines of a hybrid job take turns with its learner; their locks outlast each start."""
+def _sharing(group: ProcessGroup, run: RunDir, role: str, config: RunConfig) -> Iterator[None]:
     if not job_counts.is_hybrid(config) or role != "learner":
         yield
         return
@@ -336,7 +336,7 @@ def _sharing(gang: Gang, run: RunDir, role: str, config: RunConfig) -> Iterator[
         newest = weights.newest(run)
         return bool(orders.active(run)) or (newest is not None and newest.step >= config.steps)
 
-    gang.lasting, gang.may_last = job_counts.engines_beside(role, config), is_trained
+    group.lasting, group.may_last = job_counts.engines_beside(role, config), is_trained
     folder = scratch.make()
     os.environ[gpu_turns.FOLDER] = str(folder)
     try:

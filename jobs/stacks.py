@@ -1,4 +1,4 @@
-"""Let a process of a job write the stack of each of its threads when its keeper asks, and collect the stacks.
+"""Let a process of a job write the stacks of its threads when its watchdog asks, and collect them.
 
 The signal handler is faulthandler's, which is written in C: it needs neither Python's lock nor the main
 thread, so a process that hangs inside a library answers too. The stacks go into the job's meeting folder,
@@ -24,7 +24,7 @@ MOST_LISTED = 50
 
 
 def register() -> None:
-    """Answer the keeper's signal from now on, if this process has a keeper."""
+    """Answer the watchdog's signal from now on, if this process has a watchdog."""
     folder, rank = os.environ.get(MEETING), os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     if folder:
         file = (Path(folder) / f"{STACKS}{rank}-{os.getpid()}").open("wb", buffering=0)

@@ -1,8 +1,8 @@
-"""Obey verdicts about the processes of a job, and watch the coordinator, on behalf of their keeper.
+"""Obey verdicts about the processes of a job, and watch the coordinator, on behalf of their watchdog.
 
-The coordinator finds stuck parts of the run and publishes verdicts; the keeper of a process, its parent, acts
-on those that name it. The coordinator's own keeper finds a coordinator whose main loop stands still. A thread
-reads the run folder, so a file system that hangs does not keep the keeper from its other duties.
+The coordinator finds stuck parts of the run and publishes verdicts; the watchdog of a process, its parent,
+acts on those that name it. The coordinator's own watchdog finds a coordinator whose main loop stands still.
+A thread reads the run folder, so a file system that hangs does not keep the watchdog from its other duties.
 """
 
 import contextlib
@@ -62,13 +62,13 @@ class VerdictReader:
 
     @property
     def is_run_over(self) -> bool:
-        """Tell whether the run ended, or was ordered to stop, so long ago that a child must be stuck."""
+        """Return whether the run ended, or was ordered to stop, so long ago that a child must be stuck."""
         return self._ends_at is not None and time.monotonic() > self._ends_at
 
     def record(self, verdict: Verdict) -> None:
         """Publish a verdict of our own, once the coordinator is dead: it might wake up and write another.
 
-        A coordinator that is given up can order no stop, so its keeper does.
+        A coordinator that is given up can order no stop, so its watchdog does.
         """
         if verdict is self._own:
             _in_time(lambda: supervision.publish(self._run, verdict))

@@ -272,7 +272,7 @@ def test_no_module_has_a_name_of_the_standard_library():
     assert {path for path in found if path.rpartition("/")[0] not in families} == set()
 
 
-def test_no_file_is_longer_than_a_sitting():
+def test_no_file_is_longer_than_one_reads_at_once():
     lengths = {path: len(text.splitlines()) for path, text in modules().items()}
     assert {path: n for path, n in lengths.items() if n > LONGER.get(path, FILE_LINES)} == {}
 

@@ -81,7 +81,7 @@ class RunDir:
     watch = _At("state/watch.json")
     """Cell: Memory, coordinator to coordinator."""
     supervision = _At("state/supervision.json")
-    """Cell: Verdict, coordinator to keepers and people."""
+    """Cell: Verdict, coordinator to watchdogs and people."""
     clocks = _At("state/clocks.json")
     """Cell: ClockMemory, coordinator to coordinator."""
     stacks = _At("stacks")

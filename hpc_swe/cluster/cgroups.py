@@ -62,5 +62,5 @@ def mounts(mountinfo: str) -> Iterator[tuple[str, str, str, str]]:
 
 
 def holds(at: str, place: str) -> bool:
-    """Tell whether a path is another one or lies below it."""
+    """Return whether a path is another one or lies below it."""
     return place == at or place.startswith(at.rstrip("/") + "/")

@@ -40,7 +40,7 @@ class EngineTurn:
         return [*self._memory, self._engine]
 
     def is_requested(self) -> bool:
-        """Tell whether a process of the learner wants the GPUs or uses them."""
+        """Return whether a process of the learner wants the GPUs or uses them."""
         free = [_lock(file, fcntl.LOCK_SH) for file in self._requests]
         for file in self._requests:
             fcntl.flock(file, fcntl.LOCK_UN)

@@ -24,7 +24,7 @@ LIBC = ctypes.CDLL(None)  # loaded here, since a child must not load it between 
 
 
 class Flag:
-    """Tell threads and signal handlers of one process that something has happened.
+    """Notify threads and signal handlers of one process that something has happened.
 
     A signal handler must not set a `threading.Event`: `set` takes the lock that an interrupted `wait` of the
     same thread may hold, and the process would wait for itself for ever. This one is the kernel's and has no
@@ -86,7 +86,7 @@ def leader(pid: int) -> int:
 
 
 def is_stopped(pid: int) -> bool:
-    """Tell whether a signal has stopped the process."""
+    """Return whether a signal has stopped the process."""
     return _stat(pid)[:1] in (["T"], ["t"])
 
 

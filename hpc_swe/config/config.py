@@ -160,7 +160,7 @@ def changed_by_hand(made: Mapping[str, Any], tree: Mapping[str, Any]) -> list[st
 
 
 def may_change(key: str) -> bool:
-    """Tell whether a key may change in an existing run."""
+    """Return whether a key may change in an existing run."""
     return any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE)
 
 

@@ -12,7 +12,7 @@ ROLES: dict[str, tuple[Role, ...]] = {
 
 
 def is_hybrid(config: RunConfig) -> bool:
-    """Tell whether engines run in the learner's job; only runs that have both can be hybrid."""
+    """Return whether engines run in the learner's job; only runs that have both can be hybrid."""
     return config.hybrid and config.mode == "grpo"
 
 

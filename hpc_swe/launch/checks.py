@@ -107,7 +107,7 @@ def _unreadable(model: Path) -> Iterator[str]:
 
 
 def _needs_reference(config: RunConfig) -> bool:
-    """Tell whether this start makes a learner that loads another folder for its KL term."""
+    """Return whether this start makes a learner that loads another folder for its KL term."""
     return bool("learner" in _wanted(config) and config.learner.loss.kl_coefficient > 0 and config.reference)
 
 
@@ -224,7 +224,7 @@ def _surplus(role: Role, needed: int, grant: GpuGrant, config: RunConfig) -> str
 
 
 def _knows_engines(config: RunConfig) -> bool:
-    """Tell whether the GPUs of engines in the learner's job, if there are any, are counted."""
+    """Return whether the GPUs of engines in the learner's job, if there are any, are counted."""
     return not job_counts.is_hybrid(config) or config.engine.gpus is not None
 
 
@@ -322,7 +322,7 @@ def _is_loopback(url: str) -> bool:
 
 
 def _serves(config: RunConfig) -> bool:
-    """Tell whether the run starts engines, in jobs of their own or in the learner's."""
+    """Return whether the run starts engines, in jobs of their own or in the learner's."""
     return job_counts.is_hybrid(config) or "inference" in _wanted(config)
 
 

@@ -196,7 +196,7 @@ def _update_config(run: RunDir, config: RunConfig, *, upgrade: bool) -> None:
 
 
 def _has_other_bounds(run: RunDir, old: StopConfig, new: StopConfig) -> bool:
-    """Tell whether `[stop]` changes, or has changed since a learner that went on has found a sign."""
+    """Return whether `[stop]` changes, or has changed since a learner that went on has found a sign."""
     signs = stop_signs.read(run)
     return new != old or (bool(signs.reason) and signs.bounds not in ({}, msgspec.to_builtins(new)))
 

@@ -291,9 +291,7 @@ def _require_checked(config: RunConfig, tasks: Sequence[Task]) -> None:
             continue
         if not part.checked:
             where = "taskset" if part is config.taskset else f"taskset.parts.{own[0].taskset}"
-            log.warning(
-                "[%s] checked is not set: nobody has checked these tasks, none has a second sitting", where
-            )
+            log.warning("[%s] checked is not set: nobody has checked these tasks, none has a retest", where)
         elif isinstance(config.sandbox, ImageSandboxes):
             task_checks.require_images(part.checked, own, Path(config.sandbox.images))
 

@@ -95,7 +95,7 @@ class GpuNeed:
 
     @property
     def is_tight(self) -> bool:
-        """Tell whether the learner's allocator may run out, which may reserve 15 % more, and CUDA 1 GiB."""
+        """Return whether the learner's allocator may run out, which may reserve 15 % more, and CUDA 1 GiB."""
         return self.what == "learner" and self.least_gib * SPARE + 1 > self.known_gib
 
 

@@ -70,7 +70,7 @@ def _read(path: Path, kind: type[T]) -> T:
 
 
 def is_copy(run: RunDir) -> bool:
-    """Tell whether the folder was copied from a run's, not moved: jobs of its id are the original's.
+    """Return whether the folder was copied from a run's, not moved: jobs of its id are the original's.
 
     The folder at the noted path is the original; if it holds no run of this id, that of the noted inode is.
     """
@@ -81,7 +81,7 @@ def is_copy(run: RunDir) -> bool:
 
 
 def _has_run(other: RunDir, run_id: str, inode: int) -> bool:
-    """Tell whether a folder holds a run of this id, and is not the folder of this inode by another path."""
+    """Return whether a folder holds a run of this id, and is not the folder of this inode by another path."""
     with suppress(OSError, CorruptRecord, StorageError):
         return other.root.stat().st_ino != inode and atomic.get(other.manifest, RunManifest).run_id == run_id
     return False

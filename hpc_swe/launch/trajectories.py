@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def is_source(config: RunConfig) -> bool:
-    """Tell whether a run trains on files of trajectories."""
+    """Return whether a run trains on files of trajectories."""
     return config.mode == "sft" and config.sft.source == "trajectories"
 
 

@@ -227,12 +227,12 @@ def run(
 
 def table(verdicts: Sequence[TaskCheck]) -> Table:
     """Return a table with a row per task; seconds are medians over the runs of the reference."""
-    words = ("task", "verdict", "reference", "nothing", "sealed", "second sitting")
+    words = ("task", "verdict", "reference", "nothing", "sealed", "retest")
     shown = tables.table(words, [f"{name} s" for name in COLUMNS])
     for one in verdicts:
         spent = [f"{getattr(one.seconds, name):.2f}" if one.seconds else "-" for name in COLUMNS]
         shown.add_row(
-            one.task_id, one.verdict, _tally(one.gold), _tally(one.empty), _sealed(one), _sitting(one), *spent
+            one.task_id, one.verdict, _tally(one.gold), _tally(one.empty), _sealed(one), _retest(one), *spent
         )
     return shown
 
@@ -242,7 +242,7 @@ def _sealed(verdict: TaskCheck) -> str:
     return f"{verdict.sealed} of {verdict.assertions}" if verdict.assertions else "-"
 
 
-def _sitting(verdict: TaskCheck) -> str:
+def _retest(verdict: TaskCheck) -> str:
     tests = {name for version in verdict.changed_tests for name in version.tests}
     return f"{len(verdict.changed_tests)} versions, {len(tests)} tests" if tests else "-"
 
@@ -270,7 +270,7 @@ def _remarks(verdict: TaskCheck) -> Iterator[str]:
     if verdict.verdict != "usable":
         yield f"{verdict.verdict}: {verdict.reason}"
     elif not verdict.changed_tests:
-        yield f"no second sitting: {verdict.unchanged}"
+        yield f"no retest: {verdict.unchanged}"
     if verdict.unsealed:
         yield "only its own classes can compare some values; these assertions stay unsealed"
     if verdict.remark:
@@ -279,10 +279,10 @@ def _remarks(verdict: TaskCheck) -> Iterator[str]:
 
 def _sums(verdicts: Sequence[TaskCheck]) -> Iterator[str]:
     usable = [one for one in verdicts if one.verdict == "usable"]
-    with_sitting = sum(bool(one.changed_tests) for one in usable)
+    with_retest = sum(bool(one.changed_tests) for one in usable)
     if usable:
-        share = with_sitting / len(usable)
-        yield f"{with_sitting} of {len(usable)} usable tasks have a second sitting ({share:.0%})"
+        share = with_retest / len(usable)
+        yield f"{with_retest} of {len(usable)} usable tasks have a retest ({share:.0%})"
     if total := sum(one.assertions for one in verdicts):
         sealed = sum(one.sealed for one in verdicts)
         whole = sum(one.sealed == one.assertions > 0 for one in verdicts)

@@ -136,7 +136,7 @@ def chat_form(messages: Iterable[Message]) -> list[Row]:
 
 
 def is_chosen(scored: ScoredEpisode, least: float) -> bool:
-    """Tell whether an episode is rewarded enough, and neither failed on infrastructure nor cheated."""
+    """Return whether an episode is rewarded enough, and neither failed on infrastructure nor cheated."""
     if failure_cause(scored) or scored.score.outcome == "cheated":
         return False
     return scored.score.reward is not None and scored.score.reward >= least

@@ -158,7 +158,7 @@ def split(commit: Commit, tests: Sequence[str] = TESTS) -> Parts:
 
 
 def is_module(path: str) -> bool:
-    """Tell whether pytest finds tests in a file of this name.
+    """Return whether pytest finds tests in a file of this name.
 
     Example:
         >>> [is_module(path) for path in ("tests/test_a.py", "tests/conftest.py", "tests/data.txt")]

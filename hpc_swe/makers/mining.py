@@ -116,7 +116,7 @@ class Trial:
     """Patterns of the paths that are tests."""
 
     def is_known(self, candidate: Candidate, tried: TriedCommit | None) -> bool:
-        """Tell whether an earlier verdict on a candidate still holds."""
+        """Return whether an earlier verdict on a candidate still holds."""
         if tried is None or tried.verdict in ("unfit", "host"):
             return False
         try:

@@ -180,7 +180,7 @@ def write(rows: list[Prepared], out: Path) -> None:
 
 
 def _holds_nothing(kind: "DataType") -> bool:
-    """Tell whether a type has, at any depth, an object without keys."""
+    """Return whether a type has, at any depth, an object without keys."""
     fields = [kind.field(index).type for index in range(kind.num_fields)]
     return (not fields and str(kind) == "struct<>") or any(map(_holds_nothing, fields))
 

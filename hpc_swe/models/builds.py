@@ -32,7 +32,7 @@ class Builds(Record, frozen=True, kw_only=True):
 
     @property
     def is_driver_old(self) -> bool:
-        """Tell whether the driver is a major version behind; a minor one makes no difference."""
+        """Return whether the driver is a major version behind; a minor one makes no difference."""
         major = [int(text.partition(".")[0]) for text in (self.torch_cuda, self.driver_cuda) if text]
         return len(major) == 2 and major[0] > major[1]
 

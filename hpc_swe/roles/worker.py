@@ -131,7 +131,7 @@ class Worker(Generic[M, R]):
     cleanup_s: float = 0.0
     """Seconds that threads get to clean up when the process must end."""
     can_work: Callable[[], bool] = lambda: True
-    """Tells whether what the work needs is there. If not, nothing is claimed and the claims' clocks stop."""
+    """Return whether what the work needs is there. If not, nothing is claimed and the claims' clocks stop."""
     _active: list[_Slot[M, R]] = field(default_factory=list, init=False)
     _wake: Flag = field(default_factory=Flag, init=False)
     _must_stop: bool = field(default=False, init=False)

@@ -158,7 +158,7 @@ class _Comparison:
             self.replacing |= {path} if old is not None else set()
 
     def _is_same(self, path: str, new: TreeEntry, old: TreeEntry | None) -> bool:
-        """Tell whether a file was only rewritten with equal bytes, as formatters and `sed -i` often do."""
+        """Return whether a file was only rewritten with equal bytes, as formatters and `sed -i` often do."""
         if old is None or new[:2] != old[:2]:
             return False
         try:

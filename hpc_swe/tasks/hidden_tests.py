@@ -1,6 +1,6 @@
 """Edit a task's hidden tests so that they expect other values.
 
-hpc_swe/makers/check.py chooses these versions, a set adds them, and a grader uses them in second sittings.
+hpc_swe/makers/check.py chooses these versions, a set adds them, and a grader uses them in retests.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -107,5 +107,5 @@ def unsealed_of(task: Task) -> dict[str, list[str]]:
 
 
 def holds_patch(task: Task) -> bool:
-    """Tell whether the eval script holds the test patch exactly once, so that it can be replaced there."""
+    """Return whether the eval script holds the test patch exactly once, so that it can be replaced there."""
     return task.tests.command.count(task.tests.extra["test_patch"].strip("\n")) == 1

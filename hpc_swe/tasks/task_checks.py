@@ -60,9 +60,9 @@ class TaskCheck(msgspec.Struct, frozen=True, kw_only=True):
     remark: str = ""
     """What a person should know about the names of the tests."""
     changed_tests: list[Version] = []
-    """Versions of the hidden tests for second sittings; only usable tasks have them."""
+    """Versions of the hidden tests for retests; only usable tasks have them."""
     unchanged: str = ""
-    """Reason why a usable task has no second sitting."""
+    """Reason why a usable task has no retest."""
 
 
 def read(path: Path) -> dict[str, TaskCheck]:
@@ -147,7 +147,7 @@ def image_digest(images: Path, name: str) -> str:
 
 
 def is_another(now: str, then: str) -> bool:
-    """Tell whether two digests are of different images; digests of two kinds cannot be compared."""
+    """Return whether two digests are of different images; digests of two kinds cannot be compared."""
     return bool(now and then) and now.endswith(BYTES) == then.endswith(BYTES) and now != then
 
 

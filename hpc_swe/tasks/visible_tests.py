@@ -41,7 +41,7 @@ def _ids(body: Iterable[ast.stmt], owner: str) -> Iterator[str]:
 
 
 def _excludes(node: ast.ClassDef, known: Mapping[str, ast.ClassDef]) -> bool:
-    """Tell whether pytest finds no test in a class, for its own sake or that of a base among `known`."""
+    """Return whether pytest finds no test in a class, for its own sake or that of a base among `known`."""
     methods = {one.name for one in node.body if isinstance(one, TestFunction)}
     is_made = not _is_unittest(node) and not methods.isdisjoint({"__init__", "__new__"})
     others = {name: one for name, one in known.items() if one is not node}
@@ -133,7 +133,7 @@ def names_of_tests(text: str) -> Iterator[str]:
 
 
 def holds_tests(text: str) -> bool:
-    """Tell whether pytest may find a test in a file: a function, a class, an assigned or an imported name."""
+    """Return whether pytest may find a test in a file: a function, a class or another name."""
     try:
         nodes = list(ast.walk(parse(as_read(text))))
     except (SyntaxError, ValueError):
@@ -148,7 +148,7 @@ def holds_tests(text: str) -> bool:
 
 
 def holds_only_tests(text: str) -> bool:
-    """Tell whether a file defines tests and nothing else, as one of mixins for other tests does."""
+    """Return whether a file defines tests and nothing else, as one of mixins for other tests does."""
     if "test" not in text:
         return False
     try:

@@ -2,7 +2,7 @@
 
 Each function that a reference changes is written anew: other names, other expressions of the same values, the
 branches the other way round. None may be accused. As a program it grades such solutions of all instances of a
-configuration that `taskset.checked` calls usable, with their second sittings, and prints what came of each.
+configuration that `taskset.checked` calls usable, with their retests, and prints what came of each.
 """
 
 import ast
@@ -171,9 +171,9 @@ def main(words: list[str]) -> None:
             score = config.grader.grade(
                 with_versions(task, changed.get(task.task_id, "")), text, config.sandbox
             )
-            sitting = "with a second sitting" if task.task_id in changed else "without one"
-            print(f"{task.task_id}: {way}: {score.outcome} {sitting} {score.detail[-200:]!r}", flush=True)
-            told.append(f"{score.outcome} {sitting}")
+            retest = "with a retest" if task.task_id in changed else "without one"
+            print(f"{task.task_id}: {way}: {score.outcome} {retest} {score.detail[-200:]!r}", flush=True)
+            told.append(f"{score.outcome} {retest}")
         return told
 
     with ThreadPoolExecutor(2) as pool:

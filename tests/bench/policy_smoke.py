@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from tests.kit.ranks import gang, tiny
+from tests.kit.ranks import launcher, tiny
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -103,7 +103,7 @@ class Runs:
         cases += [self._bf16(name, size) for name in ("dense", "moe", "mid")]
         cases += [self._checkpoint("dense", size), self._checkpoint("mid", size)]
         folder = self._folder / f"tp{size}"
-        answers = gang.run_cases(size, cases, folder)
+        answers = launcher.run_cases(size, cases, folder)
         for case in cases:
             answer = answers[case["name"]][0]
             where = f"TP={size} {case['name']:12}"
@@ -204,7 +204,7 @@ def relative(found: list[float], wanted: list[float]) -> float:
 
 
 def main() -> int:
-    os.environ["TORCHDYNAMO_DISABLE"] = "0" if CUDA else "1"  # the gang's ranks compile what users' do
+    os.environ["TORCHDYNAMO_DISABLE"] = "0" if CUDA else "1"  # the ranks compile what users' do
     print(torch.__version__, torch.cuda.get_device_name() if CUDA else "CPU", "sizes", SIZES, flush=True)
     disable_progress_bar()
     failed = 0

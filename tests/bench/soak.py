@@ -230,7 +230,7 @@ class Report:
             ("submissions", self.submissions),
             ("requeues by Slurm", self.requeues),
             *((name, round(count)) for name, count in sorted(self.counted.items())),
-            ("messages buried", self.dead),
+            ("messages in dead/", self.dead),
         ]
         return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
 

@@ -51,13 +51,14 @@ def test_a_launcher_job_submits_jobs_that_take_nothing_for_their_own(healthy_clu
     assert "submitted 2 reward" in (folder / "launcher.log").read_text()
     assert json.loads(run.config.read_text())["groups"]["group_size"] == 4
 
-    def keepers():
+    def watchdogs():
         nodes = {job.nodes for job in cluster.jobs() if job.nodes}
         found = [each for node in nodes for each in cluster.processes(node)]
         return [each for each in found if f"jobs.run reward {run.root}" in " ".join(each.arguments)]
 
-    for keeper in cluster.wait_for("two reward jobs", lambda: found if len(found := keepers()) == 2 else []):
-        lines = Path(f"/proc/{keeper.pid}/environ").read_bytes().decode().split("\0")
+    both = cluster.wait_for("two reward jobs", lambda: found if len(found := watchdogs()) == 2 else [])
+    for watchdog in both:
+        lines = Path(f"/proc/{watchdog.pid}/environ").read_bytes().decode().split("\0")
         found = dict(line.split("=", 1) for line in lines if "=" in line)
         assert found["SLURM_JOB_NAME"].endswith(":reward")
         assert found["SLURM_NTASKS_PER_NODE"] == "1"

@@ -38,7 +38,7 @@ def first_sentence(text: str) -> str:
 
 
 def is_sentence(kind: type[ast.AST], text: str) -> bool:
-    """Tell whether the docstring of a function, class or module opens with a sentence that has a verb."""
+    """Return whether the docstring of a function, class or module opens with a sentence that has a verb."""
     words = re.findall(r"[A-Za-z']+", first_sentence(text).lower())
     opening = words[0] if words else ""
     if not text.split("\n\n")[0].rstrip().endswith((".", ":", "?")):

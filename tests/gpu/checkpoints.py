@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.kit.random_model import save_random
-from tests.kit.ranks import gang, tiny
+from tests.kit.ranks import launcher, tiny
 
 SHARES = (1.0, 0.5, 0.0)
 LIMIT_S = float(os.environ.get("LIMIT_S", "300"))
@@ -63,7 +63,7 @@ def weights(folder: Path) -> Mapping[str, Tensor]:
 
 
 def are_equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Tell whether there are tensors, of the same names and the same bits."""
+    """Return whether there are tensors, of the same names and the same bits."""
     return (
         bool(one) and one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     )
@@ -74,7 +74,7 @@ def main() -> int:
     is_well = True
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        answers = gang.run_cases(1, make_cases(folder), folder / "cases", timeout_s=LIMIT_S)
+        answers = launcher.run_cases(1, make_cases(folder), folder / "cases", timeout_s=LIMIT_S)
         ends = {case: weights(folder / "cases" / case) for case in answers}
         for share in SHARES:
             found = answers[f"first-{share}"][0]

@@ -34,7 +34,7 @@ from hpc_swe.base import cli
 from hpc_swe.cluster import gpus
 from hpc_swe.models.policies._megatron.kernels.flash_attention import Facts, describe
 from tests.kit.random_model import save_random
-from tests.kit.ranks import gang, tiny
+from tests.kit.ranks import launcher, tiny
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -179,10 +179,10 @@ class Comparison:
     def _answers(self, size: int, runs: list[dict]) -> dict[str, list[dict]]:
         folder = self._folder / "cases"
         try:
-            return gang.run_cases(size, runs, folder, self._limit_s)
+            return launcher.run_cases(size, runs, folder, self._limit_s)
         except (AssertionError, subprocess.TimeoutExpired) as error:  # what the processes wrote
             print(error, flush=True)
-            return gang.read_answers(size, runs, folder)
+            return launcher.read_answers(size, runs, folder)
 
     def _runs(self, case: tuple[str, str, str]) -> list[dict]:
         """Return the runs of a case, each for tests.kit.ranks.worker."""

@@ -1,4 +1,4 @@
-"""The keeper of a job's processes, on real processes."""
+"""The watchdog of a job's processes, on real processes."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from hpc_swe.base.errors import ConfigError, StorageError
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.cluster.processes import MEETING
 from jobs import heartbeat
-from jobs.run import Gang, supervise
+from jobs.run import ProcessGroup, supervise
 from tests.kit.checkout import ROOT
 from tests.kit.waiting import DEADLINE_S, until
 
@@ -41,41 +41,41 @@ def is_alive(pid: int) -> bool:
 
 def test_process_that_dies_is_started_again(tmp_path, run):
     tally = tmp_path / "tally"
-    gang = Gang([python(COUNT + "sys.exit(0 if n == 1 else os.kill(os.getpid(), 9))", tally)])
-    assert supervise(gang, run, max_restarts=3) == 0
+    group = ProcessGroup([python(COUNT + "sys.exit(0 if n == 1 else os.kill(os.getpid(), 9))", tally)])
+    assert supervise(group, run, max_restarts=3) == 0
     assert tally.read_text() == "xx"
 
 
 def test_process_that_always_dies_is_given_up(tmp_path, run):
     tally = tmp_path / "tally"
-    assert supervise(Gang([python(COUNT + "sys.exit(1)", tally)]), run, max_restarts=1) == 1
+    assert supervise(ProcessGroup([python(COUNT + "sys.exit(1)", tally)]), run, max_restarts=1) == 1
     assert tally.read_text() == "xx"
 
 
 def test_a_node_that_cannot_do_the_work_ends_the_job(tmp_path, run):
     tally = tmp_path / "tally"
-    assert supervise(Gang([python(COUNT + "sys.exit(7)", tally)]), run, max_restarts=3) == 7
+    assert supervise(ProcessGroup([python(COUNT + "sys.exit(7)", tally)]), run, max_restarts=3) == 7
     assert tally.read_text() == "x"
 
 
 def test_refusal_of_the_file_system_is_waited_out_and_counts_as_no_restart(tmp_path, run):
     tally = tmp_path / "tally"
-    gang = Gang([python(COUNT + "sys.exit(4 if n < 3 else 0)", tally)])
-    assert supervise(gang, run, max_restarts=0, refused_s=0.1) == 0
+    group = ProcessGroup([python(COUNT + "sys.exit(4 if n < 3 else 0)", tally)])
+    assert supervise(group, run, max_restarts=0, refused_s=0.1) == 0
     assert tally.read_text() == "xxxx"
 
 
 @pytest.mark.parametrize("code", [2, 3])
 def test_mistake_in_the_configuration_is_not_tried_again(tmp_path, run, code):
     tally = tmp_path / "tally"
-    assert supervise(Gang([python(COUNT + f"sys.exit({code})", tally)]), run, max_restarts=3) == code
+    assert supervise(ProcessGroup([python(COUNT + f"sys.exit({code})", tally)]), run, max_restarts=3) == code
     assert tally.read_text() == "x"
 
 
 def test_order_to_stop_ends_the_restarts(tmp_path, run):
     tally = tmp_path / "tally"
     run.stop.touch()
-    supervise(Gang([python(COUNT + "sys.exit(1)", tally)]), run, max_restarts=3)
+    supervise(ProcessGroup([python(COUNT + "sys.exit(1)", tally)]), run, max_restarts=3)
     assert tally.read_text() == "x"
 
 
@@ -88,9 +88,9 @@ def test_engines_outlast_a_learner_that_has_taken_its_last_step_alone(
     tmp_path, run, is_trained, starts, code
 ):
     learner, engine = tmp_path / "learner", tmp_path / "engine"
-    gang = Gang([python(LEARNER, learner, engine), python(ENGINE, engine)])
-    gang.lasting, gang.may_last = 1, lambda: is_trained
-    assert supervise(gang, run, max_restarts=3) == code
+    group = ProcessGroup([python(LEARNER, learner, engine), python(ENGINE, engine)])
+    group.lasting, group.may_last = 1, lambda: is_trained
+    assert supervise(group, run, max_restarts=3) == code
     assert learner.read_text() == "x", "what is done is not started again"
     assert engine.read_text() == starts
 
@@ -98,8 +98,8 @@ def test_engines_outlast_a_learner_that_has_taken_its_last_step_alone(
 @pytest.mark.slow
 def test_leader_that_is_done_ends_a_companion_that_is_not(run):
     began = time.monotonic()
-    gang = Gang([python("pass"), python("import time; time.sleep(600)")])
-    assert supervise(gang, run, max_restarts=0) == 0
+    group = ProcessGroup([python("pass"), python("import time; time.sleep(600)")])
+    assert supervise(group, run, max_restarts=0) == 0
     assert time.monotonic() - began < 500
 
 
@@ -115,24 +115,24 @@ def test_leader_that_is_done_ends_a_companion_that_is_not(run):
 )
 def test_ranks_that_wait_for_one_that_a_signal_ended_get_a_deadline(codes, is_stopping, has_deadline):
     """The last of three processes is an engine."""
-    gang = Gang([])
-    gang.lasting = 1
+    group = ProcessGroup([])
+    group.lasting = 1
     if is_stopping:
-        gang.forward(signal.SIGTERM, None)
-    assert gang._goes_on(codes)
-    assert (gang._until < float("inf")) == has_deadline
+        group.forward(signal.SIGTERM, None)
+    assert group._goes_on(codes)
+    assert (group._until < float("inf")) == has_deadline
 
 
 @pytest.mark.slow
 def test_gang_that_starts_again_forgets_the_deadline_of_the_start_before(tmp_path, run):
     tally = tmp_path / "tally"
     failing = python(COUNT + "import time; time.sleep(1); sys.exit(1 if n == 0 else 0)", tally)
-    gang = Gang([python("import time; time.sleep(0.1)"), failing])
-    gang.start()
-    assert gang.wait() == 1
-    gang._until = 0.0  # long ago
-    gang.start()
-    assert gang.wait() == 0
+    group = ProcessGroup([python("import time; time.sleep(0.1)"), failing])
+    group.start()
+    assert group.wait() == 1
+    group._until = 0.0  # long ago
+    group.start()
+    assert group.wait() == 0
     assert tally.read_text() == "xx", "it was given the time to do its work"
 
 
@@ -145,15 +145,15 @@ def test_rank_that_dies_takes_its_gang_along_and_all_start_again(tmp_path, run):
         "while r == '1' and not p.with_name('0').exists(): time.sleep(0.01)\n"
         "n == 0 and r == '1' and os.kill(os.getpid(), 9); n == 0 and time.sleep(60)"
     )
-    assert supervise(Gang([python(code, tmp_path)] * 2), run, max_restarts=3) == 0
+    assert supervise(ProcessGroup([python(code, tmp_path)] * 2), run, max_restarts=3) == 0
     assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text() == "xx"
 
 
 def test_the_log_names_the_rank_that_was_killed_not_the_one_that_lost_it(tmp_path, caplog):
     """The kernel kills without a word when memory is short, and the other rank's error speaks of sockets."""
-    gang = Gang([python("import sys; sys.exit(1)"), python("import os; os.kill(os.getpid(), 9)")])
-    gang.start()
-    assert gang.wait() in (1, -9)
+    group = ProcessGroup([python("import sys; sys.exit(1)"), python("import os; os.kill(os.getpid(), 9)")])
+    group.start()
+    assert group.wait() in (1, -9)
     assert "killed: process 1 of the job, by signal 9 (Killed)" in caplog.text
     assert caplog.text.count("killed: process") == 1
 
@@ -168,9 +168,9 @@ def test_rank_that_was_refused_is_believed_before_one_that_only_lost_it(tmp_path
         tmp_path / "ready",
     )
     for commands in ([refused, lost], [lost, refused]):
-        gang = Gang(commands)
-        gang.start()
-        assert gang.wait() == StorageError.exit_code
+        group = ProcessGroup(commands)
+        group.start()
+        assert group.wait() == StorageError.exit_code
         (tmp_path / "ready").unlink()
 
 
@@ -178,12 +178,12 @@ def test_signal_of_the_scheduler_reaches_the_children_and_restarts_nothing(tmp_p
     ready = tmp_path / "ready"
     code = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(1));"
     code += "open(sys.argv[1], 'w'); time.sleep(60)"
-    gang = Gang([python(code, ready)])
+    group = ProcessGroup([python(code, ready)])
     result: list[int] = []
-    thread = threading.Thread(target=lambda: result.append(supervise(gang, run, max_restarts=3)))
+    thread = threading.Thread(target=lambda: result.append(supervise(group, run, max_restarts=3)))
     thread.start()
     until(ready.exists)
-    gang.forward(signal.SIGTERM, None)
+    group.forward(signal.SIGTERM, None)
     thread.join(DEADLINE_S)
     assert result == [1]
 
@@ -191,27 +191,27 @@ def test_signal_of_the_scheduler_reaches_the_children_and_restarts_nothing(tmp_p
 @pytest.mark.slow
 def test_signal_between_two_starts_is_not_lost(tmp_path, run):
     tally = tmp_path / "tally"
-    gang = Gang([python(COUNT + "sys.exit(1)", tally)])
-    thread = threading.Thread(target=lambda: supervise(gang, run, max_restarts=3))
+    group = ProcessGroup([python(COUNT + "sys.exit(1)", tally)])
+    thread = threading.Thread(target=lambda: supervise(group, run, max_restarts=3))
     thread.start()
     until(lambda: tally.exists() and tally.read_text() == "xxx")
     time.sleep(1.0)  # it has ended; the next start is due after four seconds
-    gang.forward(signal.SIGTERM, None)
+    group.forward(signal.SIGTERM, None)
     thread.join(DEADLINE_S)
     assert (thread.is_alive(), tally.read_text()) == (False, "xxx")
 
 
-def test_children_of_a_killed_keeper_die_with_it(tmp_path):
+def test_children_of_a_killed_watchdog_die_with_it(tmp_path):
     pid_file = tmp_path / "pid"
     child = python(
         "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)", pid_file
     )
-    keeper = subprocess.Popen(
-        python(f"from jobs.run import Gang; g = Gang([{child!r}]); g.start(); g.wait()")
+    watchdog = subprocess.Popen(
+        python(f"from jobs.run import ProcessGroup; g = ProcessGroup([{child!r}]); g.start(); g.wait()")
     )
     until(lambda: pid_file.exists() and pid_file.read_text())
-    os.kill(keeper.pid, signal.SIGKILL)
-    keeper.wait()
+    os.kill(watchdog.pid, signal.SIGKILL)
+    watchdog.wait()
     until(lambda: not is_alive(int(pid_file.read_text())))
 
 
@@ -227,9 +227,9 @@ def test_stopped_rank_ends_the_gang_which_starts_again(tmp_path, run, capsys):
     )
     code += "time.sleep(600 if n < int(sys.argv[2]) else 0)"
     notes = [tmp_path / "0", tmp_path / "1"]
-    gang = Gang([python(code, note, 1) for note in notes])
+    group = ProcessGroup([python(code, note, 1) for note in notes])
     codes: list[int] = []
-    thread = threading.Thread(target=lambda: codes.append(supervise(gang, run, max_restarts=3)))
+    thread = threading.Thread(target=lambda: codes.append(supervise(group, run, max_restarts=3)))
     thread.start()
     until(lambda: all(note.exists() and note.read_text() for note in notes))
     began = time.monotonic()
@@ -243,7 +243,7 @@ def test_stopped_rank_ends_the_gang_which_starts_again(tmp_path, run, capsys):
 
 
 def test_silent_rank_is_frozen_and_one_that_ended_is_not(tmp_path):
-    """As a rank of another node, of which the keeper sees the beats alone."""
+    """As a rank of another node, of which the watchdog sees the beats alone."""
     environ = {**os.environ, MEETING: str(tmp_path)}
     code = BEATING.replace("heartbeat.start()", "heartbeat.BEAT_S = 0.01; heartbeat.start()")
     with (
@@ -292,7 +292,7 @@ def test_rank_that_started_on_a_full_file_system_is_not_frozen(tmp_path):
     )
 
 
-def test_keeper_that_slept_finds_its_children_alive(tmp_path):
+def test_watchdog_that_slept_finds_its_children_alive(tmp_path):
     (tmp_path / f"{heartbeat.BEATS}0").write_text("1")
     watch = heartbeat.HeartbeatMonitor(tmp_path, silent=3)
     assert not watch.frozen([])
@@ -300,22 +300,23 @@ def test_keeper_that_slept_finds_its_children_alive(tmp_path):
     assert not watch.frozen([])
 
 
-def test_keeper_that_waits_between_two_starts_ends_when_it_is_told(tmp_path, run):
+def test_watchdog_that_waits_between_two_starts_ends_when_it_is_told(tmp_path, run):
     """As after a refusal of the file system, which is waited out for a minute."""
     tally = tmp_path / "tally"
-    gang = Gang([python(COUNT + "sys.exit(4)", tally)])
-    thread = threading.Thread(target=lambda: supervise(gang, run, max_restarts=3, refused_s=600.0))
+    group = ProcessGroup([python(COUNT + "sys.exit(4)", tally)])
+    thread = threading.Thread(target=lambda: supervise(group, run, max_restarts=3, refused_s=600.0))
     thread.start()
-    until(lambda: tally.exists() and not any(map(is_alive, [c.pid for c in gang._children])))
-    gang.forward(signal.SIGTERM, None)
+    until(lambda: tally.exists() and not any(map(is_alive, [c.pid for c in group._children])))
+    group.forward(signal.SIGTERM, None)
     thread.join(30)
     assert not thread.is_alive()
 
 
-def test_meeting_folder_goes_with_the_gang(tmp_path, run):
+def test_meeting_folder_goes_with_the_group(tmp_path, run):
     out = tmp_path / "place"
-    gang = Gang([python(f"import os, sys; open(sys.argv[1], 'w').write(os.environ['{MEETING}'])", out)])
-    assert supervise(gang, run, max_restarts=0) == 0
+    code = f"import os, sys; open(sys.argv[1], 'w').write(os.environ['{MEETING}'])"
+    group = ProcessGroup([python(code, out)])
+    assert supervise(group, run, max_restarts=0) == 0
     assert out.read_text()
     assert not Path(out.read_text()).exists()
 
@@ -323,11 +324,11 @@ def test_meeting_folder_goes_with_the_gang(tmp_path, run):
 def test_engines_beside_a_learner_have_no_deadline_after_its_end(tmp_path):
     done = tmp_path / "done"
     serve = "import os, sys, time; time.sleep(1); open(sys.argv[1], 'w').write(os.environ['WORLD_SIZE'])"
-    gang = Gang([python("pass"), python(serve, done)])
-    gang.lasting = 1
-    gang.start()
-    assert gang.wait() == 0
-    assert gang._until == float("inf")
+    group = ProcessGroup([python("pass"), python(serve, done)])
+    group.lasting = 1
+    group.start()
+    assert group.wait() == 0
+    assert group._until == float("inf")
     assert done.read_text() == "1", "the engine is no rank"
 
 

@@ -1,4 +1,4 @@
-"""The keeper obeys verdicts about its children: their stacks are kept, and they start again."""
+"""The watchdog obeys verdicts about its children: their stacks are kept, and they start again."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from hpc_swe.base.store.supervision import StuckProcess, Verdict
 from hpc_swe.cluster.processes import MEETING
 from hpc_swe.config import config as configuration
 from jobs import stacks
-from jobs.run import STUCK, Gang, await_end, supervise
+from jobs.run import STUCK, ProcessGroup, await_end, supervise
 from jobs.supervision import VerdictReader
 from tests.kit.checkout import ROOT
 from tests.kit.tracing import ALLOWS, traced
@@ -33,13 +33,13 @@ if n < int(sys.argv[2]): hang_in_a_library()
 """
 
 
-def keeper(run: RunDir, codes: list[int], *commands: list[str], role="learner", stuck_s=4.0) -> Gang:
-    """A gang and its keeper, in a thread."""
+def watchdog(run: RunDir, codes: list[int], *commands: list[str], role="learner", stuck_s=4.0):
+    """A group and its watchdog, in a thread."""
     words = ["model=m", f"supervision={{stuck_s={stuck_s}, tries=2}}", "lease={beat_s=0.2, ttl_s=1.0}"]
     config = configuration.read(ROOT / "configs/demo.toml", overrides=words)
-    gang = Gang(commands, verdicts=VerdictReader(run, role, config, True, 0.0))
-    threading.Thread(target=lambda: codes.append(supervise(gang, run, 0)), daemon=True).start()
-    return gang
+    group = ProcessGroup(commands, verdicts=VerdictReader(run, role, config, True, 0.0))
+    threading.Thread(target=lambda: codes.append(supervise(group, run, 0)), daemon=True).start()
+    return group
 
 
 def python(code: str, *arguments: object) -> list[str]:
@@ -59,9 +59,9 @@ def pids(*notes: Path) -> list[int]:
 @pytest.mark.slow
 def test_ranks_of_which_one_hangs_inside_a_library_start_again_with_stacks(run, tmp_path):
     notes, codes = [tmp_path / "0", tmp_path / "1"], []
-    keeper(run, codes, *[python(BEGIN + NOTE + HANGS, note, 1) for note in notes])
+    watchdog(run, codes, *[python(BEGIN + NOTE + HANGS, note, 1) for note in notes])
     until(lambda: len(pids(*notes)) == 2)
-    time.sleep(1.0)  # both hang, and the keeper has looked for older verdicts
+    time.sleep(1.0)  # both hang, and the watchdog has looked for older verdicts
     accuse(run, 1, pids(*notes)[1])
     until(lambda: codes == [0])
     assert len(pids(*notes)) == 4
@@ -74,7 +74,7 @@ def test_ranks_of_which_one_hangs_inside_a_library_start_again_with_stacks(run, 
 def test_a_verdict_that_gives_up_ends_the_job_for_good(run, tmp_path):
     """The supervisor of an engine that somebody else runs lives in the coordinator's job."""
     codes: list[int] = []
-    keeper(run, codes, python(BEGIN + NOTE + HANGS, tmp_path / "0", 9), role="coordinator")
+    watchdog(run, codes, python(BEGIN + NOTE + HANGS, tmp_path / "0", 9), role="coordinator")
     until(lambda: pids(tmp_path / "0"))
     time.sleep(1.0)
     accuse(run, 1, pids(tmp_path / "0")[0], "inference", gave_up=True)
@@ -86,7 +86,7 @@ def test_a_verdict_that_gives_up_ends_the_job_for_good(run, tmp_path):
 @pytest.mark.slow
 def test_a_process_that_hangs_when_the_run_ends_does_not_hold_its_job(run, tmp_path, caplog):
     codes: list[int] = []
-    keeper(run, codes, python(BEGIN + NOTE + HANGS, tmp_path / "0", 9), stuck_s=1.0)
+    watchdog(run, codes, python(BEGIN + NOTE + HANGS, tmp_path / "0", 9), stuck_s=1.0)
     until(lambda: pids(tmp_path / "0"))
     time.sleep(1.0)
     run.stop.touch()
@@ -110,7 +110,7 @@ def test_verdicts_about_others_and_from_before_are_nobody_s_order(run, tmp_path)
     codes: list[int] = []
     accuse(run, 3, 1)
     waits = python(BEGIN + NOTE + "sys.stdin.read() if 0 else time.sleep(2.5)", tmp_path / "0")
-    keeper(run, codes, waits)
+    watchdog(run, codes, waits)
     until(lambda: pids(tmp_path / "0"))
     (pid,) = pids(tmp_path / "0")
     time.sleep(0.8)
@@ -121,7 +121,7 @@ def test_verdicts_about_others_and_from_before_are_nobody_s_order(run, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_coordinator_whose_main_loop_stands_still_is_found_by_its_keeper(run, tmp_path):
+def test_a_coordinator_whose_main_loop_stands_still_is_found(run, tmp_path):
     """It beats on; the second start turns its loop until it ends."""
     lives = (
         "from pathlib import Path; from hpc_swe.base.rundir import RunDir\n"
@@ -133,7 +133,7 @@ def test_a_coordinator_whose_main_loop_stands_still_is_found_by_its_keeper(run, 
     codes: list[int] = []
     (run.nodes / "coordinator-0-aa.json").write_bytes(b"\0" * 50)  # of one whose node lost power
     began = time.monotonic()
-    keeper(
+    watchdog(
         run, codes, python(BEGIN + NOTE + lives, tmp_path / "0", run.root), role="coordinator", stuck_s=2.0
     )
     until(lambda: codes == [0])

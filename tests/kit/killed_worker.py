@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from hpc_swe.base.records import ExitStatus
-from tests.kit.stage import Doing, company
+from tests.kit.stage import Doing, rig
 
 
 def forever(sandbox: object, chat: object) -> ExitStatus:
@@ -13,6 +13,6 @@ def forever(sandbox: object, chat: object) -> ExitStatus:
     return ExitStatus.SUBMITTED
 
 
-made = company(Path(sys.argv[1]), Path(sys.argv[2]), Doing(forever))
+made = rig(Path(sys.argv[1]), Path(sys.argv[2]), Doing(forever))
 with made.lease() as lease:
     made.worker(lease).work()

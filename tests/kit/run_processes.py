@@ -10,7 +10,7 @@ from hpc_swe.cluster.processes import descendants, start_time
 KINDS = {
     "-m submitit.local._local": "submitit's controller",
     "-m submitit.core._submit": "submitit's job",
-    "-m jobs.run ": "keeper",
+    "-m jobs.run ": "watchdog",
     "-m jobs.coordinator ": "coordinator",
     "-m jobs.rollout ": "rollout worker",
     "-m jobs.reward ": "reward worker",
@@ -98,7 +98,7 @@ def processes_of(root: Path) -> list[int]:
 
 
 def role_pids(run, role: str) -> list[int]:
-    """Pids of a role's own processes, not of their keepers."""
+    """Pids of a role's own processes, not of their watchdogs."""
     return [pid for pid, words in _commands() if f"-m jobs.{role} {run.root}" in words]
 
 

@@ -76,7 +76,7 @@ class Doing(Agent):
 
 
 @dataclass
-class Company:
+class Rig:
     run: RunDir
     engine: ToyEngine
     means: RolloutResources
@@ -144,7 +144,7 @@ class Company:
                 assert not thread.is_alive()
 
 
-def company(
+def rig(
     root: Path,
     model: Path,
     agent: Agent | None = None,
@@ -152,7 +152,7 @@ def company(
     replies: list[str] = REPLIES,
     wait_s: float = 60.0,
     **config: object,
-) -> Company:
+) -> Rig:
     """Who is to see engines fail names a shorter `wait_s`: an engine that failed once rests for a second."""
     run = RunDir(root)
     run.make()
@@ -168,4 +168,4 @@ def company(
         sampler=Sampler(engine, Endpoints(run, 0), "secret", wait_s),
         config=RolloutConfig(slots=4, poll_s=0.1, **config),
     )
-    return Company(run, engine, means)
+    return Rig(run, engine, means)

@@ -24,7 +24,7 @@ from hpc_swe.models.policies._megatron.memory import (
 )
 from hpc_swe.models.policies.megatron import Megatron
 from tests.kit.checkout import ROOT
-from tests.kit.ranks import gang
+from tests.kit.ranks import launcher
 from tests.kit.toy_model import HERMES, make_model, write_weights
 
 QWEN3 = {
@@ -445,7 +445,7 @@ def test_checkpoint_and_weights_on_disk_are_as_large_as_counted(
     pytest.importorskip("megatron.core")
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     (tmp_path / "save.py").write_text(SAVE)
-    gang.launch(1, tmp_path / "save.py", str(tmp_path), dtype, str(int(distributed)))
+    launcher.launch(1, tmp_path / "save.py", str(tmp_path), dtype, str(int(distributed)))
     words = [f"policy.dtype={dtype}", f"policy.distributed_optimizer={str(distributed).lower()}"]
     words += ["policy.tensor_parallel=1", "retention.keep_last=2", "eval.every=0"]
     config = read(*words, f"model={tmp_path / 'built'}")

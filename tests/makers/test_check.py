@@ -26,7 +26,7 @@ from hpc_swe.launch import control
 from hpc_swe.makers import mine_history
 from hpc_swe.makers.check import Checker, judged, run, wanted
 from hpc_swe.tasks import task_checks
-from hpc_swe.tasks.graders._changed_tests import second_sitting
+from hpc_swe.tasks.graders._changed_tests import retest
 from hpc_swe.tasks.graders.pytest import Pytest
 from hpc_swe.tasks.graders.swebench import Swebench
 from hpc_swe.tasks.hidden_tests import HiddenEdit, Version
@@ -112,7 +112,7 @@ def test_every_verdict_has_its_reason_and_stands_until_its_task_changes(reposito
     assert usable.seconds is not None
     assert usable.seconds.bare > 0
     assert [name for name, one in verdicts.items() if one.changed_tests] == ["toy__usable-1"]
-    assert "1 of 1 usable tasks have a second sitting (100%)" in done.stdout
+    assert "1 of 1 usable tasks have a retest (100%)" in done.stdout
     assert "5 tasks: 1 usable" in done.stdout
 
     made[1]["patch"] = gold()  # somebody mends the row
@@ -311,12 +311,12 @@ def test_no_changed_test_is_where_a_rollout_worker_looks(tmp_path, caplog):
     holders = [file for file in run.root.rglob("*") if file.is_file() and b"7654321" in file.read_bytes()]
     assert holders == [run.changed_tests]
     tasks_ = graded(run)
-    lie = second_sitting.SittingResult(passed=frozenset(one.tests.fail_to_pass))
+    lie = retest.RetestResult(passed=frozenset(one.tests.fail_to_pass))
     for task, finding in ((one, "cheats"), (two, "agrees")):
         held = tasks_[task.task_id]
-        found = second_sitting.regrade(held, second_sitting.plan(held, 1), None, lambda _: lie)
+        found = retest.regrade(held, retest.plan(held, 1), None, lambda _: lie)
         assert found[0] == finding
-    assert "1 of 2 tasks have no second sitting" in caplog.text
+    assert "1 of 2 tasks have no retest" in caplog.text
 
 
 def test_our_own_tasks_are_checked_and_those_without_references_refused():

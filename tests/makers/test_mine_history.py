@@ -286,7 +286,7 @@ def assert_usable(files: list[str], out: Path) -> None:
     subprocess.run(command, cwd=ROOT, env=environment(), check=True, capture_output=True, timeout=600)
     verdicts = task_checks.read(out).values()
     assert [one.verdict for one in verdicts] == ["usable"]
-    assert any(one.changed_tests for one in verdicts), "second sittings work on them"
+    assert any(one.changed_tests for one in verdicts), "retests work on them"
 
 
 @pytest.mark.slow

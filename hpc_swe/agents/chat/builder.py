@@ -173,7 +173,7 @@ class TokenBuilder:
 
 
 def _thoughts(opening: str) -> Literal["free", "opened", "closed"]:
-    """Tell whether a prompt leaves it to the policy to think, begins a thought, or ends an empty one."""
+    """Return whether a prompt leaves it to the policy to think, begins a thought, or ends an empty one."""
     if opening.rfind(THINK) > opening.rfind(THOUGHT):
         return "opened"
     return "closed" if opening.rstrip().endswith(THOUGHT) else "free"

@@ -138,7 +138,7 @@ def _without_prefix(part: object) -> object:
 
 
 def _prefixes_first(spec: Mapping[str, object]) -> bool:
-    """Tell whether only what begins a conversation gets a space; ours begin with a control token."""
+    """Return whether only what begins a conversation gets a space; ours begin with a control token."""
     part = spec.get("pre_tokenizer")
     return isinstance(part, dict) and part.get("prepend_scheme") == "first"
 
@@ -148,7 +148,7 @@ def _decode(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
 
 
 def _composes(normalizer: object) -> bool:
-    """Tell whether a normalizer does nothing but convert between Unicode's composed and decomposed forms."""
+    """Return whether a normalizer only converts between Unicode's composed and decomposed forms."""
     if not isinstance(normalizer, dict):
         return False
     if normalizer.get("type") == "Sequence":

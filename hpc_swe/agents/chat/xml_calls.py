@@ -183,7 +183,7 @@ class _Reader:
                 yield _Stop(end, after, None, not self._continues(after + len(_ENDED)))
 
     def _closes(self, at: int) -> bool:
-        """Tell whether a call may end here: at its closing mark, at the next call, or at the text's end."""
+        """Return whether a call may end here: at its closing mark, at the next call, or at the text's end."""
         spelled = self._spelled
         if at in (spelled.find(CLOSE, at), spelled.find(OPEN, at)) or _FUNCTION.match(self._text, at):
             return True
@@ -191,7 +191,7 @@ class _Reader:
         return spelled.skip(rest) == len(self._text)
 
     def _continues(self, at: int) -> bool:
-        """Tell whether more end marks come before the next call: then those here were part of a value."""
+        """Return whether more end marks come before the next call: then those here were part of a value."""
         spelled = self._spelled
         at = spelled.skip(at)
         at = spelled.skip(at + len(CLOSE) if spelled.find(CLOSE, at) == at else at)

@@ -54,12 +54,12 @@ class InFlight:
         self._is_suspect = False
 
     def are_too_many(self) -> bool:
-        """Tell whether the user has too many, and some are from here, now and at the last call."""
+        """Return whether the user has too many, and some are from here, now and at the last call."""
         was_suspect, self._is_suspect = self._is_suspect, self._exceed(2 * most_open_files()) and are_any()
         return was_suspect and self._is_suspect
 
     def _exceed(self, number: int) -> bool:
-        """Tell whether more than `number` are in flight: send one with that limit of open files."""
+        """Return whether more than `number` are in flight: send one with that limit of open files."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(number, hard), hard))
         try:
@@ -74,7 +74,7 @@ class InFlight:
 
 
 def are_any() -> bool:
-    """Tell whether a program of this sandbox has sent descriptors that wait to be received.
+    """Return whether a program of this sandbox has sent descriptors that wait to be received.
 
     They wait in a socket that is open in a process and shows their number, or in one that no process shows:
     that one is in flight itself, or its process hides it. A list of sockets that is too long hides some too.

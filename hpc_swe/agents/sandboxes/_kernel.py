@@ -67,7 +67,7 @@ def _tables_and_pipes(pid: str) -> int:
 
 
 def locks_too_much() -> bool:
-    """Tell whether programs of this sandbox hold too many locks, or one of a file that others use too."""
+    """Return whether programs of this sandbox hold too many locks, or one of a file that others use too."""
     with open("/proc/locks") as file:
         text = file.read(MOST_LOCKS * LOCK_LINE)
         is_all = not file.read(1)

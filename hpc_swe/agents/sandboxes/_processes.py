@@ -152,7 +152,7 @@ class Processes:
             self.kill_all()
 
     def _is_at_rest(self) -> bool:
-        """Tell whether there is nothing but the processes that were stopped, and they have not run since.
+        """Return whether there is nothing but the processes that were stopped, and they have not run since.
 
         A process may run and stop itself between two looks, so their processor time counts too.
         """

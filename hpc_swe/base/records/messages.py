@@ -7,7 +7,7 @@ Task, RolloutRequest -> Episode(Turn...) -> ScoredEpisode(Score).
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from hpc_swe.base.records.base import (
     Floats,
@@ -73,7 +73,7 @@ class Sampling(Record, frozen=True, kw_only=True):
 
     @property
     def is_plain(self) -> bool:
-        """Tell whether the recorded log-probabilities are those of the distribution sampled from."""
+        """Return whether the recorded log-probabilities are those of the distribution sampled from."""
         return (self.temperature, self.top_p, self.top_k, self.min_p) == (1, 1, 0, 0)
 
 
@@ -181,12 +181,12 @@ class ExitStatus(StrEnum):
 
     @property
     def is_truncated(self) -> bool:
-        """Tell whether a budget cut the episode off, rather than the agent ending it."""
+        """Return whether a budget cut the episode off, rather than the agent ending it."""
         return self in (ExitStatus.MAX_TURNS, ExitStatus.CONTEXT, ExitStatus.TOOL_TIME)
 
     @property
     def is_overlong(self) -> bool:
-        """Tell whether its length cut the episode off. Time that its tools spend waiting is no length."""
+        """Return whether its length cut the episode off. Time that its tools spend waiting is no length."""
         return self in (ExitStatus.MAX_TURNS, ExitStatus.CONTEXT)
 
 
@@ -239,5 +239,5 @@ class ScoredEpisode(Record, frozen=True, kw_only=True):
 
     episode: Episode
     score: Score
-    sentinels: list[str] = []
-    """One entry per sentinel graded since the worker's last result: the fault found, or an empty string."""
+    self_checks: list[str] = field(default_factory=list, name="self_checks")
+    """One entry per self-check of the grader since the worker's last result: the fault, or an empty text."""

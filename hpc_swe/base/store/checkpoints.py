@@ -17,7 +17,7 @@ def published(run: RunDir) -> list[Checkpoint]:
 
 
 def is_trained(run: RunDir, newest: WeightVersion | None, steps: int) -> bool:
-    """Tell whether the learner has published its last weights and the checkpoint that follows them.
+    """Return whether the learner has published its last weights and the checkpoint that follows them.
 
     The checkpoint of another incarnation may be that of a learner which was frozen, and has a successor.
     """

@@ -153,12 +153,12 @@ class Watcher:
         return Memory(since_look_s=self._clock() - self._last, stalls=self._stalls, still=still)
 
     def is_dead(self, owner: str) -> bool:
-        """Tell whether the owner's beat did not change for the whole time to live."""
+        """Return whether the owner's beat did not change for the whole time to live."""
         sighting = self._seen.get(owner)
         return sighting is not None and sighting.missed >= self._limit
 
     def is_abandoned(self, owner: str, claim: str) -> bool:
-        """Tell whether a live owner left a claim out of its cell at two successive looks.
+        """Return whether a live owner left a claim out of its cell at two successive looks.
 
         Looks count, not beats: an owner also beats at each change, and may be about to name a claim that it
         just took. Ask at every look; a claim that was not asked about at the look before counts as new.
@@ -193,7 +193,7 @@ class Watcher:
         return gone
 
     def _is_refused(self, own: Node | None) -> bool:
-        """Tell whether this process could not beat since the last look: others could not either.
+        """Return whether this process could not beat since the last look: others could not either.
 
         So nobody dies of a file system that is full, however long, while claims and renames still succeed.
         """

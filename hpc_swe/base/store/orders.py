@@ -17,7 +17,7 @@ def active(run: RunDir) -> list[str]:
 
 
 def is_over(run: RunDir) -> bool:
-    """Tell whether nothing is to be started again; no, while the file system refuses to say."""
+    """Return whether nothing is to be started again; no, while the file system refuses to say."""
     try:
         return not {run.stop.name, run.finished.name}.isdisjoint(active(run))
     except StorageError as error:

@@ -1,8 +1,8 @@
 """Pass messages between roles through a spool: a folder in which a message's subfolder is its state.
 
-    ready/      <identity>~<losses>            published, waiting for a worker
-    claimed/    <identity>~<losses>~<owner>    one worker has it
-    dead/       <identity>~<losses>            lost too often or corrupt, kept for a person to look at
+    ready/      <identity>~<redeliveries>            published, waiting for a worker
+    claimed/    <identity>~<redeliveries>~<owner>    one worker has it
+    dead/       <identity>~<redeliveries>            lost too often or corrupt, kept for a person to look at
 
 Every change of state is one rename(2) inside one file system, which is atomic: a reader never sees half a
 message, and of two workers that claim the same one, exactly one gets it. There are no locks. A finished
@@ -31,7 +31,7 @@ MAX_NAME_BYTES = 205  # of a name in ready/; the rest of 255 is for the owner's 
 WINDOW = 32  # a claim starts anywhere among so many oldest, so that two workers seldom try the same message
 TRIES = 3
 PATIENCE_S = 300.0  # a message that alone cannot be read for so long counts as lost
-ALONE_S = 1800.0  # so often one that cannot be read is buried even if no other could be read meanwhile
+ALONE_S = 1800.0  # after it one that cannot be read is moved to dead/ even if no other was read
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Address:
     """Hold the parts of a message's file name."""
 
     identity: str
-    losses: int
+    redeliveries: int
     owner: str = ""
 
     @classmethod
@@ -55,7 +55,7 @@ class Address:
     @property
     def ready(self) -> str:
         """Return the name in ready/ and dead/."""
-        return f"{self.identity}~{self.losses}"
+        return f"{self.identity}~{self.redeliveries}"
 
     @property
     def claimed(self) -> str:
@@ -139,7 +139,7 @@ class Spool(Generic[R]):
             if self.misses == until or len(errors) == TRIES:
                 break
             try:
-                claim = self._claim(address, Address(address.identity, address.losses, owner))
+                claim = self._claim(address, Address(address.identity, address.redeliveries, owner))
             except StorageError as error:
                 errors.append(error)
                 continue
@@ -152,12 +152,12 @@ class Spool(Generic[R]):
         """Read a ready message of a spool with a single reader; None when it is gone or corrupt."""
         return self._read(self.root / "ready" / address.ready, address)
 
-    def bury(self, address: Address) -> None:
+    def move_to_dead(self, address: Address) -> None:
         """Move a ready message to dead/, for a person to look at; only the coordinator calls this."""
         _move(self.root / "ready" / address.ready, self.root / "dead" / address.ready)
 
     def is_readable(self, address: Address) -> bool:
-        """Tell whether a ready message can be read, or is not there any more."""
+        """Return whether a ready message can be read, or is not there any more."""
         try:
             atomic.read(self.root / "ready" / address.ready)
         except FileNotFoundError:
@@ -179,8 +179,8 @@ class Spool(Generic[R]):
         for address in self.addresses("claimed"):
             if not is_lost(address):
                 continue
-            again = Address(address.identity, address.losses + 1)
-            state = "ready" if again.losses <= max_losses else "dead"
+            again = Address(address.identity, address.redeliveries + 1)
+            state = "ready" if again.redeliveries <= max_losses else "dead"
             if _move(self.root / "claimed" / address.claimed, self.root / state / again.ready):
                 log.warning("recovered %s from %s to %s", address.ready, address.owner, state)
                 moved.append(address)
@@ -220,7 +220,7 @@ class Spool(Generic[R]):
         except FileNotFoundError:
             return None
         except CorruptRecord as error:
-            log.error("buried %s: %s", address.identity, error)
+            log.error("dead letter %s: %s", address.identity, error)
             _move(path, self.root / "dead" / address.ready)
             return None
 

@@ -3,7 +3,7 @@
 A part is a process, or all processes of a role, that has work. It is stuck when it has had work for a whole
 limit and has accomplished nothing. Time counts only while the part's heartbeat is seen to change, and at most
 `LONGEST_LOOK_BEATS` beats for each look: a watcher that was suspended, a file system that stalls and a dead
-process make nobody stuck. Leases and keepers end processes that are dead or stopped.
+process make nobody stuck. Leases and watchdogs end processes that are dead or stopped.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ LONGEST_LOOK_BEATS = 3
 
 
 class StuckProcess(Record, frozen=True, kw_only=True):
-    """Name a process that its keeper ends: the lease, and where the keeper finds it."""
+    """Name a process that its watchdog ends: the lease, and where the watchdog finds it."""
 
     owner: str
     host: str
@@ -36,7 +36,7 @@ class Still(Record, frozen=True, kw_only=True):
 
 
 class ClockMemory(Record, frozen=True, kw_only=True):
-    """Carry the watcher's clocks over a restart. Keepers do not read them: they grow with the workers."""
+    """Carry the watcher's clocks over a restart. Watchdogs do not read them: they grow with the workers."""
 
     number: int = 0
     """The verdict after which these clocks started; they are void after another one."""
@@ -47,18 +47,18 @@ class ClockMemory(Record, frozen=True, kw_only=True):
 
 
 class Verdict(Record, frozen=True, kw_only=True):
-    """Record the last part that was found stuck. All keepers of the run read this."""
+    """Record the last part that was found stuck. All watchdogs of the run read this."""
 
     number: int = 0
     """Verdicts of this run so far; 0 while there is none."""
     role: Role = "coordinator"
     processes: list[StuckProcess] = []
-    """Keepers of these processes write their stacks, end them and start them again."""
+    """Watchdogs of these processes write their stacks, end them and start them again."""
     reason: str = ""
     tries: int = 0
     """Restarts of stuck parts since the run's last progress."""
     ignored: int = 0
-    """Verdicts in a row that named processes that no keeper had ended after the verdict before."""
+    """Verdicts in a row that named processes that no watchdog had ended after the verdict before."""
     gave_up: bool = False
     """The run ends: no restart is left."""
 
@@ -72,7 +72,7 @@ class Verdict(Record, frozen=True, kw_only=True):
         done = f"given up after {self.tries} restarts" if self.gave_up else f"restart {self.tries} of {tries}"
         if self.ignored:
             host = self.processes[0].host
-            done += f" (its keeper, jobs.run on {host}, was asked {self.ignored} times and did not end it)"
+            done += f" (its watchdog, jobs.run on {host}, was asked {self.ignored} times and did not end it)"
         return f"stuck {self.role}, {done}, see {', '.join(names[:2])}: {self.reason}"
 
 
@@ -145,7 +145,7 @@ def following(
 ) -> Verdict:
     """Return the verdict after `before`. It gives up when `tries` restarts have brought no progress.
 
-    A verdict that no keeper obeyed was no restart; so many of them in a row bring no restart either.
+    A verdict that no watchdog obeyed was no restart; so many of them in a row bring no restart either.
     """
     is_ignored = {each.owner for each in processes} <= {each.owner for each in before.processes}
     ignored = before.ignored + 1 if is_ignored else 0
@@ -161,7 +161,7 @@ def following(
 
 
 def publish(run: RunDir, verdict: Verdict) -> None:
-    """Ask the keepers to restart the processes of a verdict, or to end them if it gives up."""
+    """Ask the watchdogs to restart the processes of a verdict, or to end them if it gives up."""
     with atomic.storage(run.stacks):
         run.stacks.mkdir(exist_ok=True)
     atomic.put(run.supervision, verdict)

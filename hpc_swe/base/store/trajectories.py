@@ -31,7 +31,7 @@ class Trajectory(Record, frozen=True, kw_only=True):
 
     @property
     def is_used(self) -> bool:
-        """Tell whether it is trained or validated with."""
+        """Return whether it is trained or validated with."""
         return self.fate != "dropped"
 
 

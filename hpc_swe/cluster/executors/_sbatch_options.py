@@ -55,10 +55,10 @@ def merged(own: Options, given: Options) -> Options:
 
 
 def gives_memory(options: Options) -> bool:
-    """Tell whether options say how much memory a job gets."""
+    """Return whether options say how much memory a job gets."""
     return any(name in MEMORY for name in options)
 
 
 def _gives_gpus(name: str, value: str | int | bool) -> bool:
-    """Tell whether an option says how many GPUs a job gets: of --gres and --tres-per-task, some do."""
+    """Return whether an option says how many GPUs a job gets: of --gres and --tres-per-task, some do."""
     return name.startswith("gpus") or (name.startswith(("gres", "tres-per")) and "gpu" in str(value))

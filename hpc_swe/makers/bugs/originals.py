@@ -94,7 +94,7 @@ def with_copies(place: TrialPlace, sources: Sequence[CodeSource]) -> list[CodeSo
 
 
 def is_loaded(absent: Iterable[str], imported: Collection[str]) -> bool:
-    """Tell whether one of the files that patterns name, or an archive with one, was imported."""
+    """Return whether one of the files that patterns name, or an archive with one, was imported."""
     return any(
         file == path or file.startswith(f"{path}/") for path in absent if "*" not in path for file in imported
     )

@@ -39,7 +39,7 @@ class NeededModules(msgspec.Struct, frozen=True):
     files: frozenset[str]
 
     def has(self, source: CodeSource) -> bool:
-        """Tell whether the module of a source, or a file that its tasks remove, is needed."""
+        """Return whether the module of a source, or a file that its tasks remove, is needed."""
         return source.name in self.names or is_loaded(source.absent, self.files)
 
 

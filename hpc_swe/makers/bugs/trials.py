@@ -26,11 +26,11 @@ class TestRun(msgspec.Struct, frozen=True):
 
     @property
     def has_passed(self) -> bool:
-        """Tell whether it passed."""
+        """Return whether it passed."""
         return self.outcome == "passed"
 
     def ran(self, first: int, last: int) -> bool:
-        """Tell whether it ran one of the lines from first to last."""
+        """Return whether it ran one of the lines from first to last."""
         return bool(int(self.lines, 16) >> first & (1 << (last - first + 1)) - 1)
 
 

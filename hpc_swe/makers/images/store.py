@@ -167,7 +167,7 @@ class ImageStore:
         (work / "manifest").rename(manifest)
 
     def has(self, digest: str, *problems: Problem) -> bool:
-        """Tell whether there is an image of what the digest stands for that was searched for all problems."""
+        """Return whether there is an image with this digest that was searched for all problems."""
         task = problems[0].task
         try:
             manifest = (self.images / f"{task.image}.json").read_bytes()

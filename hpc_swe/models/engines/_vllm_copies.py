@@ -98,7 +98,7 @@ class LoaderCopies:
         return cls(shapes, recorder.copies)
 
     def holds(self, name: str) -> bool:
-        """Tell whether this worker has a part of a tensor."""
+        """Return whether this worker has a part of a tensor."""
         return bool(self._copies[name])
 
     def copy(self, tensors: Mapping[str, Tensor]) -> None:
@@ -270,7 +270,7 @@ def _derived(model: torch.nn.Module) -> Iterable[str]:
 
 
 def _is_plain(method: Any) -> bool:
-    """Tell whether a method leaves weights on a GPU as and where they were loaded."""
+    """Return whether a method leaves weights on a GPU as and where they were loaded."""
     name = type(method).__name__
     if name != "UnquantizedFusedMoEMethod":
         return name in PLAIN_METHODS
@@ -279,7 +279,7 @@ def _is_plain(method: Any) -> bool:
 
 
 def _is_on_cpu(module: torch.nn.Module) -> bool:
-    """Tell whether a layer lies on a CPU, for which vLLM packs weights."""
+    """Return whether a layer lies on a CPU, for which vLLM packs weights."""
     return any(parameter.device.type == "cpu" for parameter in module.parameters())
 
 
@@ -296,7 +296,7 @@ def _locate(whole: Tensor, part: Tensor) -> Rectangle:
 
 
 def _is_evenly_spaced(part: Tensor, width: int) -> bool:
-    """Tell whether the rows of a view follow one another in steps of `width`."""
+    """Return whether the rows of a view follow one another in steps of `width`."""
     step = width
     for size, stride in reversed(list(zip(part.shape[:-1], part.stride()[:-1], strict=True))):
         if size != 1 and stride != step:

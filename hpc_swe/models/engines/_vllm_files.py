@@ -52,7 +52,7 @@ class Link:
 
     @property
     def has_adapters(self) -> bool:
-        """Tell whether the folder holds adapters of the initial model."""
+        """Return whether the folder holds adapters of the initial model."""
         return (self.folder / ADAPTER_CONFIG).exists()
 
     def check(self) -> None:
@@ -82,7 +82,7 @@ class Wanted:
 
     @property
     def has_digests(self) -> bool:
-        """Tell whether the manifest states a digest of every tensor."""
+        """Return whether the manifest states a digest of every tensor."""
         stated = self.digests or {}
         return all(stated.get(name) for name in self.shapes)
 
@@ -123,7 +123,7 @@ def _entries(files: Iterable[Path], is_tied: bool) -> Iterator[tuple[Path, Any, 
 
 
 def _is_taken(name: str, is_tied: bool) -> bool:
-    """Tell what vLLM does not ignore: a head tied to the embedding, and angles of older checkpoints."""
+    """Return whether vLLM does not ignore it, as it does a tied head and angles of older checkpoints."""
     return not (is_tied and name == HEAD) and not name.endswith(IGNORED)
 
 

@@ -115,9 +115,9 @@ def of_collected(counts: Mapping[str, int]) -> dict[str, float]:
 
     A rate without any result is left out.
     """
-    values = {"grader/sentinels": float(counts["grader/sentinels"])}
+    values = {"grader/self_checks": float(counts["grader/self_checks"])}
     shares = [(f"infra/turns_{first}", f"read/turns_{first}") for first in TURNS]
-    shares += [("grader/sentinel_errors", "grader/sentinels")]
+    shares += [("grader/self_check_errors", "grader/self_checks")]
     shares += [(f"grader/{kind}", "grader/results") for kind in ("broke", "disagrees", "silent")]
     for name, of in shares:
         if counts[of]:

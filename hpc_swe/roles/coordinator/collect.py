@@ -52,10 +52,10 @@ class ResultCollector:
         """Result that the file system does not let us read -> since when, and the results read by then."""
         self._reads = 0
         self._buried_at = 0.0
-        """Time at which a result was buried last."""
+        """Time at which a result was moved to dead/ last."""
         self._errors: deque[str] = deque(maxlen=5)
         self._wrong: deque[str] = deque(maxlen=1)
-        """The last sentinel that was graded wrongly; the status keeps it, since the grader is in doubt."""
+        """The last self-check that was graded wrongly; the status keeps it, since the grader is in doubt."""
         self._read: Counter[str] = Counter()
         """Number of results read, by task."""
         self._failed: Counter[str] = Counter()
@@ -104,7 +104,7 @@ class ResultCollector:
                     self._drop(member.address)
 
     def leftovers(self, snapshot: RunSnapshot) -> list[ScoredEpisode] | None:
-        """Return the results of unarchived groups; None until each was read, or is buried."""
+        """Return the results of unarchived groups; None until each was read, or is moved to dead/."""
         found = [a for a in snapshot.scan["scored"]["ready"] if self._is_leftover(a)]
         is_whole = self._leftovers.keys() >= {*found}
         return [self._leftovers[address] for address in found] if is_whole else None
@@ -137,9 +137,9 @@ class ResultCollector:
         return requests
 
     def _refuse(self, address: Address, error: StorageError, now: float, reads: int) -> None:
-        """Leave a result for later, or bury it when it could not be read for long although others could.
+        """Leave a result for later, or move it to dead/ when others could be read for long.
 
-        The last results of a run have no others beside them: one of these is buried after a longer time.
+        The last results of a run have no others beside them: one of these is moved after a longer time.
         """
         if address not in self._refused:
             self._refused[address] = (now, reads)
@@ -148,8 +148,8 @@ class ResultCollector:
         since, reads_before = self._refused[address]
         can_read_others = now - since > PATIENCE_S and self._reads > reads_before
         if can_read_others or now - max(since, self._buried_at) > ALONE_S:
-            log.error("buried %s: %s", address.identity, error)
-            self._scored.bury(address)
+            log.error("dead letter %s: %s", address.identity, error)
+            self._scored.move_to_dead(address)
             self._buried_at = now
             del self._refused[address]
 
@@ -183,7 +183,7 @@ class ResultCollector:
             self._errors.append(f"{request.name} a{request.attempt}: {cause}")
             self._failed[request.task_id] += 1
             counts[f"infra/{turns}"] += 1
-        wrong = [message for message in scored.sentinels if message]
+        wrong = [message for message in scored.self_checks if message]
         self._wrong.extend(wrong)
         counts["grader/results"] += 1
         if scored.score.detail.startswith(GRADER_BROKE):
@@ -191,8 +191,8 @@ class ResultCollector:
             counts["grader/broke"] += 1
         counts["grader/disagrees"] += scored.score.detail.startswith(DISAGREES)
         counts["grader/silent"] += scored.score.detail.startswith(SILENT)
-        counts["grader/sentinels"] += len(scored.sentinels)
-        counts["grader/sentinel_errors"] += len(wrong)
+        counts["grader/self_checks"] += len(scored.self_checks)
+        counts["grader/self_check_errors"] += len(wrong)
 
     def _drop(self, address: Address) -> None:
         self._scored.remove(address)

@@ -88,7 +88,7 @@ class TaskPlan:
         return self._group(number).weight
 
     def is_settled(self, task: str) -> bool:
-        """Tell whether the last groups of a task had no signal to give."""
+        """Return whether the last groups of a task had no signal to give."""
         return self._of(task).settled >= self._config.settled_after
 
     def consume(self, groups: Iterable[Group], next_group: int) -> RunHistory:

@@ -76,7 +76,7 @@ class Evaluator:
 
     @property
     def has_lost_patience(self) -> bool:
-        """Tell whether so many evaluations in a row were no better that training should end."""
+        """Return whether so many evaluations in a row were no better that training should end."""
         best = select(self._rates)
         return bool(self.config.patience and best and best.rounds_since >= self.config.patience)
 

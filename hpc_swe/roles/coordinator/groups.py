@@ -71,7 +71,7 @@ class Group:
 
     @property
     def is_open(self) -> bool:
-        """Tell whether a result of a member is still expected."""
+        """Return whether a result of a member is still expected."""
         return not self.straggled and any(member.state == "open" for member in self.members)
 
     @property

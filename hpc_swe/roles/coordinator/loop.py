@@ -124,7 +124,7 @@ class Coordinator:
         return False
 
     def _may_have_frozen(self, snapshot: RunSnapshot) -> bool:
-        """Tell whether this iteration was late; a second late one in a row shows that it is slow."""
+        """Return whether this iteration was late; a second late one in a row shows that it is slow."""
         was_late, self._is_late = self._is_late, self._maintenance.is_outdated(snapshot.now)
         if is_suspect := self._is_late and not was_late:
             self._mode = None

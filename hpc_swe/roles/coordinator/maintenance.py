@@ -119,7 +119,7 @@ class Maintenance:
         return self._clock()
 
     def is_outdated(self, known_at: float) -> bool:
-        """Tell whether what was known at this time is older than a lease: this process may have been frozen.
+        """Return whether what was known then is older than a lease: this process may have been frozen.
 
         Another coordinator may have taken its place, so nothing may be deleted by what was known.
         """
@@ -180,7 +180,7 @@ class Maintenance:
                 folders.remove(folder)
         if self._is_due("sweep", ORPHAN_S / 6, snapshot.now):
             self._sweep(snapshot)
-        if self._is_due("bury", ALONE_S, snapshot.now):
+        if self._is_due("dead letters", ALONE_S, snapshot.now):
             self._bury_unreadable(snapshot)
 
     def _bury_unreadable(self, snapshot: RunSnapshot) -> None:
@@ -197,7 +197,7 @@ class Maintenance:
             self._unread |= {(name, address.identity) for address in unread}
             late = [address for address in unread if (name, address.identity) in before]
             for address in late if len(unread) < len(waiting) else late[:1]:
-                spool.bury(address)
+                spool.move_to_dead(address)
 
     def _is_lost(self, address: Address) -> bool:
         return self._watcher.is_dead(address.owner) or self._watcher.is_abandoned(

@@ -69,7 +69,7 @@ class SftSchedule:
     """Most seconds of encoding in one iteration: a coordinator that encodes for hours would look stuck."""
 
     def validates(self, step: int) -> bool:
-        """Tell whether the batch of a step carries the held-out samples; the last batch always does."""
+        """Return whether the batch of a step carries the held-out samples; the last batch always does."""
         return self.validate_every > 0 and (step % self.validate_every == 0 or step == self.steps - 1)
 
 

@@ -1,7 +1,7 @@
-"""Find which part of the run makes no progress, and have its keeper restart it.
+"""Find which part of the run makes no progress, and have its watchdog restart it.
 
 `parts` says which parts have work and what they have accomplished; it is pure. The coordinator decides
-because it sees the whole run anyway, and its own keeper watches it (jobs/supervision.py). A part that waits
+because it sees the whole run anyway, and its own watchdog watches it (jobs/supervision.py). A part that waits
 for another one has no work: a worker without an engine, a learner without a batch, a role whose jobs wait in
 the queue.
 """
@@ -23,7 +23,7 @@ from hpc_swe.config.settings import SupervisionConfig
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
 
 KEPT_VERDICTS = 20  # stacks of older ones are deleted
-LAST_STACKS_S = 180.0  # the longest wait for the keepers of a verdict that gives up, before the order to stop
+LAST_STACKS_S = 180.0  # longest wait for the watchdogs of a verdict that gives up, before the order to stop
 MOST_REFUSALS = 4  # one more than those after which a supervisor starts its engine anew
 REFUSED_S = 240.0  # every engine refuses new weights for so long, and more than once
 SPOOL_OF: dict[Role, str] = {"rollout": "requests", "reward": "episodes"}
@@ -105,7 +105,7 @@ class Supervision:
     """Look at the run once per heartbeat, and publish a verdict when a part is stuck."""
 
     lease: Lease
-    """The coordinator's own; its keeper sees there that the main loop turns."""
+    """The coordinator's own; its watchdog sees there that the main loop turns."""
     run: RunDir
     config: SupervisionConfig
     limits: Mapping[Role, float]
@@ -173,7 +173,7 @@ class Supervision:
         log.error("%s", verdict.message(self.config.tries))
 
     def _stop(self, snapshot: RunSnapshot) -> None:
-        """Stop the run once the keepers have ended the stuck processes, or at once after a restart.
+        """Stop the run once the watchdogs have ended the stuck processes, or at once after a restart.
 
         Workers whose main loops turn would obey the order before anybody has asked for their stacks.
         """
@@ -201,7 +201,7 @@ class Supervision:
         self._remember(step=progress.step + snapshot.learner_step)
 
     def _has_progressed(self, snapshot: RunSnapshot, step: int) -> bool:
-        """Tell whether there is a new result or step; steps that a restarted learner repeats are not new."""
+        """Return whether there is a new result or step; those that a restarted learner repeats are not."""
         results = {address.identity for address in snapshot.scan["scored"]["ready"]}
         known, self._results = self._results, results
         is_farther = -1 < self._memory.farthest < step + snapshot.learner_step

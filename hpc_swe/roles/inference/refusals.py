@@ -33,7 +33,7 @@ class Refusals:
         self.in_row += refusals
 
     def may_try(self, version: WeightVersion, since: float) -> bool:
-        """Tell whether an engine that has served since then may load a version."""
+        """Return whether an engine that has served since then may load a version."""
         return version not in self or time.monotonic() >= max(self._at[version], since) + self.retry_s
 
     def forgive(self) -> None:

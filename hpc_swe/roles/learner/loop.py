@@ -26,9 +26,9 @@ from hpc_swe.models.policies.base import Learner, Objective
 from hpc_swe.roles.learner import stop
 from hpc_swe.roles.learner.batch_source import BatchSource, Order, read_batch
 from hpc_swe.roles.learner.collective import on_all_ranks, on_rank_zero
+from hpc_swe.roles.learner.idle_offload import rest
 from hpc_swe.roles.learner.probe import FIRST_IDS
 from hpc_swe.roles.learner.publish import Publisher, Snapshots, take_incarnation
-from hpc_swe.roles.learner.resting import rest
 
 WORTH = 50
 """A checkpoint that comes by time saves at least so many times the seconds that the last one took."""
@@ -74,7 +74,7 @@ class SaveClock:
     """Seconds that the last checkpoint took."""
 
     def is_due(self, step: int) -> bool:
-        """Tell whether a checkpoint follows this step; by time it must cost at most 1 / WORTH of the work."""
+        """Return whether a checkpoint follows this step; by time it costs at most 1 / WORTH of the work."""
         is_worth_it = self.unsaved_s >= max(self.every_s, WORTH * self.saving_s)
         return self.unsaved_s > 0 and (step % self.every == 0 or (self.every_s > 0 and is_worth_it))
 

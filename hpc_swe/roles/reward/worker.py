@@ -1,7 +1,7 @@
 """Turn episodes into scored episodes: the reward worker.
 
 It consumes episodes/, produces scored/, and waits for finished episodes, which rollout workers make. Each
-grading has fresh sandboxes, which end with the process. At intervals a sentinel check tests the grader itself
+grading has fresh sandboxes, which end with the process. At intervals a self-check tests the grader itself
 on a known patch, after an episode's result is published; its finding travels with the next result.
 """
 
@@ -27,8 +27,8 @@ from hpc_swe.roles.reward.alone import Patience
 from hpc_swe.roles.worker import Work, Worker
 from hpc_swe.tasks.graders.base import GRADER_BROKE, Grader
 
-Sentinel = Literal["reference", "nothing"]
-"""The known patch of a sentinel check: the task's reference solution, or an empty patch."""
+SelfCheck = Literal["reference", "nothing"]
+"""The known patch of a self-check: the task's reference solution, or an empty patch."""
 MAX_DETAIL = 2000
 """Most characters of a score's detail: a patch can fill it, and every table and archive of a run keeps it."""
 
@@ -52,7 +52,7 @@ class RewardResources:
     opened_by: Callable[[Thread], int] = lambda _: 0
     """Counts the sandboxes that a grading, in a thread of its own, has opened or closed."""
     findings: deque[str] = field(default_factory=deque)
-    """Results of sentinel checks that no scored episode carries yet; an empty one is a check that passed."""
+    """Results of self-checks that no scored episode carries yet; an empty one is a check that passed."""
 
 
 @dataclass(frozen=True)
@@ -61,24 +61,24 @@ class Grading(Work[ScoredEpisode]):
 
     resources: RewardResources
     episode: Episode
-    losses: int = 0
+    redeliveries: int = 0
 
     def run(self) -> ScoredEpisode:
         """Judge the episode, in a process of its own if its grading was lost before."""
-        grade = _judge_alone if self.losses and self.resources.alone else judge
+        grade = _judge_alone if self.redeliveries and self.resources.alone else judge
         score = grade(self.resources, self.episode)
         log.info("graded %s: %s in %.2f s", self.episode.request.name, score.outcome, score.seconds)
         findings = list(_drain(self.resources.findings))
-        return ScoredEpisode(episode=self.episode, score=score, sentinels=findings)
+        return ScoredEpisode(episode=self.episode, score=score, self_checks=findings)
 
     def steps(self, thread: Thread) -> int:
         """Count the sandboxes that were opened or closed for the grading."""
         return self.resources.opened_by(thread)
 
     def after(self) -> None:
-        """Run a sentinel check on the same task, under the load under which the episode was graded."""
+        """Run a self-check on the same task, under the load under which the episode was graded."""
         task = self.resources.tasks.get(self.episode.request.task_id)
-        which = sentinel(self.episode.request.name, self.resources.config.sentinel_every)
+        which = self_check(self.episode.request.name, self.resources.config.sentinel_every)
         if which is not None and task is not None:
             check_grader(self.resources, task, which)
 
@@ -114,15 +114,15 @@ def _judge_alone(resources: RewardResources, episode: Episode) -> Score:
         return Score(outcome="infra_error", reward=None, detail=str(error))
 
 
-def sentinel(request: str, every: int) -> Sentinel | None:
-    """Choose the sentinel check after a request's grading: one in `every`, the same at each repetition."""
+def self_check(request: str, every: int) -> SelfCheck | None:
+    """Choose the self-check after a request's grading: one in `every`, the same at each repetition."""
     number = int.from_bytes(hashlib.sha256(request.encode()).digest()[:8], "big")
     if not every or number % every:
         return None
     return "reference" if number // every % 2 else "nothing"
 
 
-def check_grader(resources: RewardResources, task: Task, which: Sentinel) -> None:
+def check_grader(resources: RewardResources, task: Task, which: SelfCheck) -> None:
     """Grade a patch that is known to be right or wrong, and add a finding.
 
     Without a reference the empty patch is graded instead.
@@ -135,15 +135,15 @@ def check_grader(resources: RewardResources, task: Task, which: Sentinel) -> Non
     try:
         score = grade(task, patch, resources.sandboxes)
     except EpisodeError as error:
-        log.warning("sentinel check of %s failed to run: %s", task.task_id, error)
+        log.warning("self-check of %s failed to run: %s", task.task_id, error)
         return
     except HpcSweError:
         raise
     except Exception as error:  # noqa: BLE001
-        log.exception("grader broke on a sentinel of %s", task.task_id)
+        log.exception("grader broke in a self-check of %s", task.task_id)
         score = Score(outcome="unresolved", reward=0.0, detail=f"{GRADER_BROKE}: {error!r}")
     what = "the reference" if patch else "nothing"
-    wrong = f"sentinel: {what} of {task.task_id} is {score.outcome}: {score.detail[:300]}"
+    wrong = f"self-check: {what} of {task.task_id} is {score.outcome}: {score.detail[:300]}"
     resources.findings.append("" if score.outcome == expected else wrong)
     if score.outcome != expected:
         log.error("%s; failed %s", wrong, score.failed[:5])
@@ -165,7 +165,7 @@ def worker(run: RunDir, lease: Lease, resources: RewardResources) -> Worker[Epis
         lease,
         Spool(run.episodes, Episode),
         Spool(run.scored, ScoredEpisode),
-        lambda claim: Grading(resources, claim.message, claim.address.losses),
+        lambda claim: Grading(resources, claim.message, claim.address.redeliveries),
         resources.config.slots,
         resources.config.poll_s,
     )

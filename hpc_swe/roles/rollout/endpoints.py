@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Suspension:
-    """Tell until when a failing engine is not asked. One outage, which many requests meet, counts once."""
+    """Say until when a failing engine is not asked. One outage, which many requests meet, counts once."""
 
     seconds: float = 0.0
     failed_at: float = float("-inf")
@@ -93,7 +93,7 @@ class Endpoints:
                 self._busy[endpoint.owner] -= 1
 
     def has_engine(self) -> bool:
-        """Tell whether the coordinator lists an engine that is awake and recent; suspended engines count."""
+        """Return whether the coordinator lists an awake and recent engine; suspended engines count."""
         with self._lock:
             return bool(self._recent())
 

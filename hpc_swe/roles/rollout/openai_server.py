@@ -192,7 +192,7 @@ class _Handler(BaseHTTPRequestHandler):
             recorder.retract(exchange)
 
     def _is_gone(self) -> bool:
-        """Tell whether the client closed its connection, once the head was sent.
+        """Return whether the client closed its connection, once the head was sent.
 
         A closed peer answers the head with a reset; one that only shut down its sending side does not.
         """

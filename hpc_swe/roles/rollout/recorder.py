@@ -144,7 +144,7 @@ class Recorder:
             self._chains.retract(exchange.index)
 
     def is_side_request(self, status: ExitStatus, messages: Sequence[Message], tools: str) -> bool:
-        """Tell whether a refused request belongs to none of the conversations so far.
+        """Return whether a refused request belongs to none of the conversations so far.
 
         One that a limit refused may have been rewritten, so its first message decides.
         """
@@ -171,7 +171,7 @@ class Recorder:
 
     @property
     def has_sampled(self) -> bool:
-        """Tell whether the policy has sampled a turn."""
+        """Return whether the policy has sampled a turn."""
         with self._lock:
             return bool(self._chains.turns)
 

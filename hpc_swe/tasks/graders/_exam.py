@@ -204,7 +204,6 @@ class Exam:
         return {name for name, given in runs.items() if not sites <= {places.get(number) for number in given}}
 
     def _is_right(self, name: str, given: Mapping[int, list[str]]) -> bool:
-        """Tell whether each answer of a test is right, and none is missing."""
         checks = self.answers.checks
         return self._required(head(name)) <= given.keys() and all(
             number in checks and checks[number].accepts(text)
@@ -253,6 +252,6 @@ def head(name: str) -> str:
 
 
 def is_set_up(path: str) -> bool:
-    """Tell whether a file could change how pytest or the interpreter starts."""
+    """Return whether a file could change how pytest or the interpreter starts."""
     name = PurePosixPath(path)
     return name.name in SET_UP or name.suffix in {".pth", ".pyc", ".so"}

@@ -1,4 +1,4 @@
-"""Tell whether the host or its image, and not the patch, is why a grading went wrong.
+"""Return whether the host or its image, and not the patch, is why a grading went wrong.
 
 The guard believes no file that is younger than itself (`origins`). Such a file is the patch's work, unless
 somebody makes or removes unpacked images meanwhile that share their files with this one: the kernel notes a

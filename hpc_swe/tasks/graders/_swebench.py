@@ -245,7 +245,7 @@ class Run:
         return frozenset(wanted)
 
     def needs_base(self, parsed: ParsedRun) -> bool:
-        """Tell whether the outcomes at the base commit matter for the log."""
+        """Return whether the outcomes at the base commit matter for the log."""
         wanted = {*self.task.tests.pass_to_pass}
         return any(
             outcome in ("skipped", "xfailed") and _names(self.kind, test, parsed.docs[test], wanted)

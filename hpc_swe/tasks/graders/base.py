@@ -15,9 +15,9 @@ GRADER_BROKE: Final = "the grader broke"
 """Begins the detail of a score that stands for an exception of the grader."""
 Findings = Mapping[str, Collection[str]]
 """What the guard found -> the files that it comes from; an empty name is code of no file."""
-DISAGREES: Final = "its sittings disagree"
-"""Begins the detail when a patch passed a test in one sitting and failed the same test in another."""
-SILENT: Final = "its later sittings gave no result"
+DISAGREES: Final = "its test runs disagree"
+"""Begins the detail when a patch passed a test in one retest and failed the same test in another."""
+SILENT: Final = "its later test runs gave no result"
 """Begins the detail when a patch resolved the task at first, and its tests did not come to an end later."""
 
 
@@ -76,7 +76,7 @@ class Grader(ABC):
 
         The reference resolves the task. A patch that resolves it is tested again with such a version.
         """
-        return [], "this grader has no second sitting"
+        return [], "this grader has no retest"
 
     def inspect(self, task: Task, reference: str | None, sandboxes: Sandboxes) -> Inspection | None:
         """Collect a task's tests without a patch and with its reference, if any, and look at its assertions.

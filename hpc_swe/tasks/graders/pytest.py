@@ -31,8 +31,8 @@ _SEALED = "\n(pytest saw no expected values, which stay outside the sandbox; tes
 
 
 @dataclass(frozen=True)
-class _Sitting:
-    """A sitting is one run of the tests on a patched program."""
+class _TestRun:
+    """A ran is one run of the tests on a patched program."""
 
     task: Task
     exam: Exam
@@ -65,12 +65,12 @@ class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
             patched = apply(task, patch)
         except BadPatch as error:
             return Score(outcome="unresolved", reward=self.unresolved_reward, detail=str(error))
-        sitting = self._sit(task, patched, self._opened(task), sandboxes)
-        doubtful = sitting.exam.opaque(sitting.report)
+        ran = self._run(task, patched, self._opened(task), sandboxes)
+        doubtful = ran.exam.opaque(ran.report)
         # Only what the task's own program computes opens an assertion, and nothing that the patch does.
-        if doubtful and (known := doubtful & sitting.base.exam.opaque(sitting.base.report(sandboxes))):
-            sitting = self._sit(task, patched, self._opened(task) | known, sandboxes)
-        return self._score(sitting, sandboxes, time.monotonic() - started)
+        if doubtful and (known := doubtful & ran.base.exam.opaque(ran.base.report(sandboxes))):
+            ran = self._run(task, patched, self._opened(task) | known, sandboxes)
+        return self._score(ran, sandboxes, time.monotonic() - started)
 
     def inspect(self, task: Task, reference: str | None, sandboxes: Sandboxes) -> Inspection:
         """Collect the tests, and find the assertions that can be sealed."""
@@ -80,9 +80,9 @@ class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
         if reference is None:
             opened |= base.exam.opaque(base.report(sandboxes))
         else:
-            sitting = self._sit(task, apply(task, reference), opened, sandboxes)
-            opened |= sitting.exam.opaque(sitting.report)
-            remark = _compared(task, {*found}, {*sitting.report.collected})
+            ran = self._run(task, apply(task, reference), opened, sandboxes)
+            opened |= ran.exam.opaque(ran.report)
+            remark = _compared(task, {*found}, {*ran.report.collected})
         modules = self._modules(task, opened)
         unsealed: dict[str, list[str]] = {}
         for path, place in sorted(opened):
@@ -95,7 +95,7 @@ class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
         )
 
     def proves(self, inspection: Inspection) -> bool:
-        """Tell whether some expected value stays outside the sandbox, or the configuration needs none."""
+        """Return whether some expected value stays outside the sandbox, or the configuration needs none."""
         return bool(inspection.sealed) or self.accept_unsealed or not self.sealed
 
     def _opened(self, task: Task) -> Places:
@@ -105,7 +105,7 @@ class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
     def _modules(self, task: Task, opened: Places) -> Mapping[str, Sealed]:
         return sealed_modules(task, opened, self.sealed)
 
-    def _sit(self, task: Task, patched: dict[str, str], opened: Places, sandboxes: Sandboxes) -> _Sitting:
+    def _run(self, task: Task, patched: dict[str, str], opened: Places, sandboxes: Sandboxes) -> _TestRun:
         modules = self._modules(task, opened)
         base = base_of(task, modules)
         exam = Exam(task, patched, modules, _judges(base, patched, sandboxes))
@@ -114,7 +114,7 @@ class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
         )
         if not report.outcomes:  # the patch, or the image
             require_pytest(task, sandboxes)
-        return _Sitting(
+        return _TestRun(
             task=task,
             exam=exam,
             base=base,
@@ -122,13 +122,13 @@ class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
             report=report,
         )
 
-    def _score(self, sitting: _Sitting, sandboxes: Sandboxes, seconds: float) -> Score:
-        task, exam, report = sitting.task, sitting.exam, sitting.report
+    def _score(self, ran: _TestRun, sandboxes: Sandboxes, seconds: float) -> Score:
+        task, exam, report = ran.task, ran.exam, ran.report
         names = {*task.tests.fail_to_pass, *task.tests.pass_to_pass}
-        wanted = names or exam.wanted(sitting.base.collected(sandboxes), report)
+        wanted = names or exam.wanted(ran.base.collected(sandboxes), report)
         right = exam.passed(report)
         if skipped := {name for name in wanted if report.outcomes.get(name) == "skipped"}:
-            before = sitting.base.report(sandboxes).outcomes
+            before = ran.base.report(sandboxes).outcomes
             wanted -= {name for name in skipped if before.get(name) == "skipped"}
         if not names:  # also what the task's own files do not have: parameters that the patch adds
             ended = {name for name, outcome in report.outcomes.items() if outcome != "skipped"}
@@ -138,15 +138,15 @@ class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
         good, bad = (report.outcomes.get(f"{exam.canaries}::{name}") for name in ("test_good", "test_bad"))
         found = ["a canary test ended wrongly"] if good == "failed" or bad == "passed" else []
         if not found and charges(report.odd, {}, exam.touched):  # the task's own files may do the same
-            found = charges(report.odd, sitting.base.report(sandboxes).odd, exam.touched)[:3]
+            found = charges(report.odd, ran.base.report(sandboxes).odd, exam.touched)[:3]
         if found:
             detail = f"the patch changes how tests end: {'; '.join(found)}"
             return self.score(task, "cheated", (), detail, seconds)
         is_resolved = bool(passed) and passed == wanted and good == "passed"
-        if is_resolved and (values := _always_equal(sitting, sandboxes)):
+        if is_resolved and (values := _always_equal(ran, sandboxes)):
             detail = f"values of {', '.join(values)} equal everything"
             return self.score(task, "cheated", (), detail, seconds)
-        detail = ending(sitting.result) + _SEALED * bool(exam.answers.checks)
+        detail = ending(ran.result) + _SEALED * bool(exam.answers.checks)
         return self.score(task, "resolved" if is_resolved else "unresolved", passed, detail, seconds)
 
 
@@ -174,12 +174,12 @@ def _naming(task: Task, wanted: set[str]) -> Task:
     return replace(task, tests=replace(task.tests, fail_to_pass=[*named, *more], pass_to_pass=kept))
 
 
-def _always_equal(sitting: _Sitting, sandboxes: Sandboxes) -> list[str]:
+def _always_equal(ran: _TestRun, sandboxes: Sandboxes) -> list[str]:
     """Return classes of the patch whose values equal everything, where that could have passed a test."""
-    found, touched = sitting.report.always_equal, sitting.exam.touched
+    found, touched = ran.report.always_equal, ran.exam.touched
     if not charges(found, {}, touched):
         return []
-    return charges(found, sitting.base.report(sandboxes).always_equal, touched)[:3]
+    return charges(found, ran.base.report(sandboxes).always_equal, touched)[:3]
 
 
 def _compared(task: Task, found: set[str], repaired: set[str]) -> str:

@@ -34,7 +34,7 @@ from hpc_swe.agents.sandboxes.base import Sandbox, Sandboxes, add_files
 from hpc_swe.base.errors import ConfigError, SandboxError
 from hpc_swe.base.records import Outcome, Score, Task
 from hpc_swe.tasks.graders import _judge, _swebench, _swebench_report
-from hpc_swe.tasks.graders._changed_tests import second_sitting
+from hpc_swe.tasks.graders._changed_tests import retest
 from hpc_swe.tasks.graders._images import file_time_ns, require_unchanged
 from hpc_swe.tasks.graders._inside.texts import sandbox_texts
 from hpc_swe.tasks.graders._swebench import ParsedRun, Run
@@ -95,7 +95,7 @@ class Swebench(HiddenTestGrader, frozen=True, kw_only=True):
     def examine(self, task: Task, patch: str, sandboxes: Sandboxes) -> Score:
         """Grade a patch and run the tests even when it is empty, which shows that a task can be failed."""
         started = time.monotonic()
-        planned, early = second_sitting.plan(task, self.second_sittings), None
+        planned, early = retest.plan(task, self.second_sittings), None
         run_later = partial(self._run_later, patch, sandboxes)
         if planned.early and patch.strip():
             early = run_later(with_edits(task, planned.early.edits))
@@ -103,7 +103,7 @@ class Swebench(HiddenTestGrader, frozen=True, kw_only=True):
         score = self._score(task, patch, test_run, base, time.monotonic() - started)
         if score.outcome != "resolved":
             return score
-        finding, why = second_sitting.regrade(task, planned, early, run_later)
+        finding, why = retest.regrade(task, planned, early, run_later)
         return self._regraded(task, score, (finding, why), time.monotonic() - started)
 
     def outcomes(self, task: Task, patch: str, sandboxes: Sandboxes) -> tuple[dict[str, str], str]:
@@ -119,11 +119,9 @@ class Swebench(HiddenTestGrader, frozen=True, kw_only=True):
             return [], "grader.second_sittings = 0"
         texts = _test_files(task, sandboxes)
         run_tests = partial(self._run_later, reference, sandboxes)
-        return second_sitting.choose_versions(task, texts, run_tests, SystemRandom())
+        return retest.choose_versions(task, texts, run_tests, SystemRandom())
 
-    def _regraded(
-        self, task: Task, score: Score, found: tuple[second_sitting.Finding, str], seconds: float
-    ) -> Score:
+    def _regraded(self, task: Task, score: Score, found: tuple[retest.Finding, str], seconds: float) -> Score:
         finding, why = found
         score = msgspec.structs.replace(score, seconds=seconds)
         if finding == "agrees":
@@ -135,17 +133,17 @@ class Swebench(HiddenTestGrader, frozen=True, kw_only=True):
         reward = self.unresolved_reward if finding == "silent" else self.cheated_reward
         return msgspec.structs.replace(score, reward=reward)
 
-    def _run_later(self, patch: str, sandboxes: Sandboxes, task: Task) -> second_sitting.SittingResult:
-        """Run one second sitting. Its oddities are not looked at: those of the first run were."""
+    def _run_later(self, patch: str, sandboxes: Sandboxes, task: Task) -> retest.RetestResult:
+        """Run one retest. Its oddities are not looked at: those of the first run were."""
         test_run = run_reliably(
             lambda: _run_tests(task, patch, sandboxes), lambda _: False, task.tests.timeout_s
         )
         parsed = test_run.parsed
         if parsed.complaint:
             why = f"{parsed.complaint}: {test_run.output}"
-            return second_sitting.SittingResult(cheat=why if parsed.is_cheat else "", failure=why)
+            return retest.RetestResult(cheat=why if parsed.is_cheat else "", failure=why)
         score = self._score(task, patch, test_run, ParsedRun(), 0.0)
-        return second_sitting.SittingResult(passed=frozenset(score.passed), ended=Run(task).ended(parsed))
+        return retest.RetestResult(passed=frozenset(score.passed), ended=Run(task).ended(parsed))
 
     def report(self, folder: Path, label: str, model: str, verdicts: Sequence[GradedPatch]) -> None:
         """Write ``report.<label>.json`` and the tree that swebench's own tools would write below logs/."""

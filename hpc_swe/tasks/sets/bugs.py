@@ -138,7 +138,7 @@ def make(rng: random.Random, split: Split) -> Bug:
 
 
 def holds(function: Function, operator: str, case: Case) -> bool:
-    """Tell whether the function with this operator returns the value that the case expects."""
+    """Return whether the function with this operator returns the value that the case expects."""
     return call(function, operator, case.arguments) == case.expected
 
 

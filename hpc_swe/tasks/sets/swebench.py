@@ -84,7 +84,7 @@ class Swebench(Plugin, Taskset, frozen=True, kw_only=True):
         return {task.task_id: rows[task.task_id][1].patch for task in tasks}
 
     def changed_tests(self, tasks: Iterable[Task]) -> dict[str, str]:
-        """Return the versions of hidden tests that the file `checked` has for second sittings.
+        """Return the versions of hidden tests that the file `checked` has for retests.
 
         Raise ConfigError if a task's test patch is not the one that was checked.
         """
@@ -98,7 +98,7 @@ class Swebench(Plugin, Taskset, frozen=True, kw_only=True):
         found = {task_id: versions for task_id, versions in encoded.items() if versions}
         if len(found) < len(all_tasks):
             log.warning(
-                "%d of %d tasks have no second sitting: a patch that resolves them is trusted; %s says why",
+                "%d of %d tasks have no retest: a patch that resolves them is trusted; %s says why",
                 len(all_tasks) - len(found),
                 len(all_tasks),
                 self.checked,

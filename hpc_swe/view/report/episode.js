@@ -70,7 +70,7 @@ function facts(row, episode) {
     ["sampling", Object.entries(episode.sampling).map(([name, value]) => `${name} ${value}`).join(", ")],
     ["recorder", episode.counts.map(([name, count]) => `${name} ${count}`).join(", ")],
     ["worker", episode.worker],
-    ["grader checks", episode.sentinels.map((fault) => fault || "right").join(", ")],
+    ["grader checks", episode.self_checks.map((fault) => fault || "right").join(", ")],
   ];
   return make("dl", {class: "facts"}, ...list.filter(([, value]) => value).flatMap(([name, value]) =>
     [make("dt", {}, name), make("dd", {}, value)]));

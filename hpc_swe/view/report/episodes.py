@@ -42,7 +42,7 @@ def whole(scored: ScoredEpisode, use: Use, speller: Speller | None) -> Data:
         "seconds": [*msgspec.to_builtins(episode.timing).items(), ("grading_s", score.seconds)],
         "counts": sorted((clean(name), count) for name, count in episode.counts.items()),
         "worker": clean(episode.worker),
-        "sentinels": [clean(fault) for fault in scored.sentinels],
+        "self_checks": [clean(fault) for fault in scored.self_checks],
         "untrained": clean(use.reason),
         "advantage": use.advantage,
         "messages": [_message(message) for message in episode.messages],

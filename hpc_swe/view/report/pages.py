@@ -72,7 +72,7 @@ def publishing(out: Path) -> Iterator[ReportFolder]:
 
 
 def is_report(folder: Path) -> bool:
-    """Tell whether a folder is a report that `publishing` wrote."""
+    """Return whether a folder is a report that `publishing` wrote."""
     return (folder / INDEX).is_file() and (folder / DATA / "run.js").is_file()
 
 

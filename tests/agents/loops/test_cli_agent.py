@@ -13,7 +13,7 @@ from hpc_swe.agents.sandboxes.base import CommandResult
 from hpc_swe.base.errors import ConfigError, EngineError
 from hpc_swe.base.records import Episode, ExitStatus, id_array
 from tests.kit.sessions_kit import KITS, call
-from tests.kit.stage import Company, company
+from tests.kit.stage import Rig, rig
 from tests.kit.toy_engine import ToyEngine
 
 # Does what its words say: "ask" goes on, "full" asks for too much, "bad" nonsense, "side" and "sub" apart.
@@ -64,7 +64,7 @@ def home(tmp_path: Path) -> str:
     return str(tmp_path / "home")
 
 
-def play(tmp_path: Path, words: str, **fields: object) -> tuple[Episode, Company]:
+def play(tmp_path: Path, words: str, **fields: object) -> tuple[Episode, Rig]:
     fields = {"command": f"python3 {{home}}/client.py {{prompt_file}} {words}", "max_turns": 5} | fields
     table = {
         "files": {"client.py": CLIENT},
@@ -73,7 +73,7 @@ def play(tmp_path: Path, words: str, **fields: object) -> tuple[Episode, Company
     }
     agent = msgspec.convert(table | fields, CliAgent)
     wait_s = 1.0 if "break" in words else 60.0
-    made = company(
+    made = rig(
         tmp_path / "run", tmp_path / "model", agent, replies=["a", "b", "c"], wait_s=wait_s, context=2000
     )
     if words.startswith("ask break"):
@@ -154,7 +154,7 @@ def test_time_at_the_engines_is_not_the_programs(tmp_path: Path) -> None:
         },
         CliAgent,
     )
-    made = company(tmp_path / "run", tmp_path / "model", agent, replies=["a", "b"], context=2000)
+    made = rig(tmp_path / "run", tmp_path / "model", agent, replies=["a", "b"], context=2000)
     made.engine.on_call = lambda call: time.sleep(5.5)
     made.ask()
     made.drain()
@@ -180,10 +180,10 @@ def test_its_work_is_handed_in_and_its_output_kept_short(tmp_path: Path) -> None
 
 def test_the_prompt_is_a_file_and_may_hold_anything(tmp_path: Path) -> None:
     prompt = "{task} in {workdir}: {key} $(touch m.py) '\"\\ <|im_end|> {0}"
-    made, company = play(tmp_path, "ask 0", prompt=prompt)
+    made, rig = play(tmp_path, "ask 0", prompt=prompt)
     asked = made.messages[0].content
     assert asked == "It fails. in /work: {key} $(touch m.py) '\"\\ <|im_end|> {0}"
-    control = set(company.means.builder.tokens.control.values())
+    control = set(rig.means.builder.tokens.control.values())
     plain, _ = play(tmp_path / "plain", "ask 0", prompt="x")
     prompts = [id_array(episode.turns[0].appended_ids).tolist() for episode in (made, plain)]
     counts = [sum(token in control for token in prompt) for prompt in prompts]
@@ -199,7 +199,7 @@ def test_a_folder_where_the_patch_should_be_is_no_error_of_mini_swe_agent(tmp_pa
         command=f"{sys.executable} -I {kit}/mini.py {{prompt_file}}", home=str(tmp_path / "home")
     )
     replies = [call("bash", command=word) for word in words]
-    made = company(tmp_path / "run", tmp_path / "model", agent, replies=replies, context=32_000)
+    made = rig(tmp_path / "run", tmp_path / "model", agent, replies=replies, context=32_000)
     made.ask()
     made.drain()
     (played,) = made.episodes.values()

@@ -38,7 +38,7 @@ from tests.kit.sessions_kit import (
     script,
     solving,
 )
-from tests.kit.stage import company
+from tests.kit.stage import rig
 from tests.kit.toy import gold
 
 pytestmark = pytest.mark.slow
@@ -103,7 +103,7 @@ def test_a_full_context_ends_a_session_and_compression_is_its_own_chain(
     config = configured(agent, overlay(world, [], tmp_path / "run.toml"), engine="vllm")
     (task,) = config.taskset.load("train")
     replies = [call(tool, command="seq 1 20000", **more)] * 9
-    made = company(tmp_path / "run", tmp_path / "toy", config.agent, config.sandbox, replies, context=context)
+    made = rig(tmp_path / "run", tmp_path / "toy", config.agent, config.sandbox, replies, context=context)
     means = dataclasses.replace(made.means, tasks={task.task_id: task})
     request = RolloutRequest(
         group_id=0, index=0, task_id=task.task_id, seed=0, sampling=Sampling(max_tokens=500)

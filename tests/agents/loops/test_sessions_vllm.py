@@ -22,7 +22,7 @@ from hpc_swe.roles.rollout.sampler import Sampler
 from hpc_swe.view.benchmarks import watch
 from tests.kit.engine_kit import CPU, TOKEN, require_exact, serving
 from tests.kit.sessions_kit import CONTEXT, World, configured, overlay
-from tests.kit.stage import V1, Company, company
+from tests.kit.stage import V1, Rig, rig
 from tests.kit.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -35,8 +35,8 @@ def url(long_model: Path) -> Iterator[str]:
         yield url
 
 
-def connect(made: Company, url: str, model: Path) -> Company:
-    """Give a company the real engine and the model's tokenizer."""
+def connect(made: Rig, url: str, model: Path) -> Rig:
+    """Give a rig the real engine and the model's tokenizer."""
     endpoint = Endpoint(owner="a", url=url, versions=[V1], updating=False)
     atomic.put(made.run.endpoints, EndpointTable(beat=1, endpoints=[endpoint], newest=V1))
     sampler = Sampler(LONG, Endpoints(made.run, 0), TOKEN, 180.0)
@@ -45,8 +45,8 @@ def connect(made: Company, url: str, model: Path) -> Company:
 
 
 @pytest.fixture
-def real(tmp_path: Path, long_model: Path, url: str) -> Company:
-    return connect(company(tmp_path / "run", tmp_path / "toy", context=1000), url, long_model)
+def real(tmp_path: Path, long_model: Path, url: str) -> Rig:
+    return connect(rig(tmp_path / "run", tmp_path / "toy", context=1000), url, long_model)
 
 
 def test_the_real_engine_agrees_on_every_recorded_token(
@@ -54,7 +54,7 @@ def test_the_real_engine_agrees_on_every_recorded_token(
 ) -> None:
     config = configured(agent, overlay(world, [], tmp_path / "run.toml"), engine="vllm")
     (task,) = config.taskset.load("train")
-    made = company(tmp_path / "run", tmp_path / "toy", config.agent, config.sandbox)
+    made = rig(tmp_path / "run", tmp_path / "toy", config.agent, config.sandbox)
     connected = connect(made, url, world.model).means
     means = dataclasses.replace(connected, tasks={task.task_id: task}, config=config.rollout)
     request = RolloutRequest(
@@ -74,7 +74,7 @@ def test_the_real_engine_agrees_on_every_recorded_token(
     require_exact(LONG, url, turns, V1)
 
 
-def test_a_generation_that_vllm_aborts_goes_on(real: Company, url: str) -> None:
+def test_a_generation_that_vllm_aborts_goes_on(real: Rig, url: str) -> None:
     request = RolloutRequest(group_id=0, index=0, task_id="t", seed=0, sampling=Sampling(max_tokens=900))
     recorder = real.means.recorder(request)
     ended = threading.Event()
@@ -98,7 +98,7 @@ def test_a_generation_that_vllm_aborts_goes_on(real: Company, url: str) -> None:
         require_exact(LONG, url, [turn], V1)
 
 
-def test_the_watch_counts_the_requests_of_an_engine(real: Company) -> None:
+def test_the_watch_counts_the_requests_of_an_engine(real: Rig) -> None:
     real.run.token.write_text(TOKEN)
     (idle,) = watch.engines(real.run)
     assert (idle.engine, idle.requests) == ("a", 0)

@@ -67,7 +67,7 @@ def test_a_recoverer_with_an_old_opinion_takes_no_redelivered_message(tmp_path):
     next(made.claims("w"), None)
     made.recover(lambda address: True, 10)
     again = next(made.claims("w"), None)
-    assert made.recover(lambda address: address.losses == 0, 10) == []
+    assert made.recover(lambda address: address.redeliveries == 0, 10) == []
     assert again.finish()
 
 
@@ -105,7 +105,7 @@ def test_giving_back_counts_against_nobody_and_keeps_the_message(tmp_path):
     for _ in range(20):
         assert next(made.claims("w"), None).give_back()
     (address,) = made.addresses("ready")
-    assert address.losses == 0
+    assert address.redeliveries == 0
 
 
 def test_what_was_lost_is_neither_finished_nor_given_back(tmp_path):
@@ -114,7 +114,7 @@ def test_what_was_lost_is_neither_finished_nor_given_back(tmp_path):
     made.recover(lambda address: True, 10)
     assert not claim.give_back()
     assert not claim.finish()
-    assert [address.losses for address in made.addresses("ready")] == [1]
+    assert [address.redeliveries for address in made.addresses("ready")] == [1]
 
 
 def test_a_message_lost_too_often_is_kept_for_a_person(tmp_path):

@@ -52,7 +52,7 @@ def claim_what_cannot_be_read(root) -> None:
 
 
 def test_a_claim_whose_message_cannot_be_read_goes_back_without_a_loss(tmp_path):
-    """Else a server that is away for some minutes would bury all that waits, as lost too often."""
+    """Else a server that is away for some minutes would move all that waits to dead/, as lost too often."""
     spool(tmp_path, messages=1)
     for _ in range(3):
         assert in_child(claim_what_cannot_be_read, tmp_path) == 0
@@ -193,7 +193,7 @@ def test_the_last_message_of_workers_is_buried_if_nobody_can_read_it(tmp_path, n
     assert in_child(wait_for_one_that_nobody_can_read, tmp_path, name) == 0
 
 
-def bury_beside_others(root, readable, dead) -> None:
+def move_beside_others(root, readable, dead) -> None:
     run, clock = rundir(root), Clock()
     maintenance = make_maintenance(run, clock)
     spool(run.requests, messages=4)
@@ -208,7 +208,7 @@ def bury_beside_others(root, readable, dead) -> None:
 @pytest.mark.parametrize(("readable", "dead"), [(1, 3), (0, 1)])
 def test_each_message_is_judged_alone_unless_none_can_be_read(tmp_path, readable, dead):
     """An older one that can be read delays no other, and a server that is away costs one message."""
-    assert in_child(bury_beside_others, tmp_path, readable, dead) == 0
+    assert in_child(move_beside_others, tmp_path, readable, dead) == 0
 
 
 def test_a_message_that_waits_long_for_a_worker_stays(tmp_path):

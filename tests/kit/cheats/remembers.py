@@ -1,4 +1,4 @@
-"""A patch that remembers the first sitting's tests in the cache of the image's files, and lies only there.
+"""A patch that remembers the first test run's tests in the cache of the image's files, and lies only there.
 
 Which pages of a file are in memory is the same for all sandboxes of a host. Another process looks and writes,
 since the guard of the tests' process does not see it.

@@ -69,7 +69,7 @@ def set_up(host: dict[str, Any]) -> None:
 
 
 def live() -> None:
-    """Orphans become children of PID 1; who ignores SIGCHLD has them buried by the kernel."""
+    """Orphans become children of PID 1; who ignores SIGCHLD has them reaped by the kernel."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     if stat.S_ISFIFO(os.fstat(0).st_mode):
         os.read(0, 1)

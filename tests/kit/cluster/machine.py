@@ -158,7 +158,7 @@ def sweep() -> None:
 
 
 def remove(state: Path) -> None:
-    """A dead cluster's folder and control groups; a group is busy until its last process is buried."""
+    """A dead cluster's folder and control groups; a group is busy until its last process is reaped."""
     deadline = time.monotonic() + PATIENCE_S
     while groups := [
         folder for top in Path("/sys/fs/cgroup").glob(f"*/{state.name}") for folder in deepest_first(top)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from hpc_swe.base.records import Batch, BatchManifest, CoordinatorState, MicroBatch, WeightVersion
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import folders
-from tests.kit.ranks import gang
+from tests.kit.ranks import launcher
 
 STEPS = 4
 
@@ -39,8 +39,8 @@ def publish(run: RunDir, step: int, sequences: list[MicroBatch], ranks: int = 1)
     folders.publish(run.batch(step), fill)
 
 
-def start(run: RunDir, model: Path, steps: int = STEPS) -> list[gang.Rank]:
-    return gang.start(2, "learn", str(run.root), str(model), str(steps), "1")
+def start(run: RunDir, model: Path, steps: int = STEPS) -> list[launcher.Rank]:
+    return launcher.start(2, "learn", str(run.root), str(model), str(steps), "1")
 
 
 def reported(run: RunDir) -> list[dict]:
@@ -48,7 +48,7 @@ def reported(run: RunDir) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def end(children: list[gang.Rank], number: signal.Signals) -> list[tuple[int, str]]:
+def end(children: list[launcher.Rank], number: signal.Signals) -> list[tuple[int, str]]:
     for child in children:
         child.send_signal(number)
     outputs = [child.communicate(timeout=600)[0] for child in children]

@@ -1,4 +1,4 @@
-"""Runs cases on real ranks: python -m tests.kit.ranks.worker SPEC, started once per rank by `gang.launch`.
+"""Runs cases on real ranks: python -m tests.kit.ranks.worker SPEC, once per rank (`launcher.launch`).
 
 A case builds a policy, takes steps on packed sequences, and leaves behind what tests compare.
 """

@@ -14,7 +14,7 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from tests.kit.random_model import save_random  # noqa: E402
-from tests.kit.ranks import gang, tiny  # noqa: E402
+from tests.kit.ranks import launcher, tiny  # noqa: E402
 
 TP1 = {"dtype": "float32"}
 EP2 = TP1 | {"expert_parallel": 2}
@@ -63,7 +63,7 @@ def runs(tmp_path_factory, models, base):
         do = [("load", str(folder / f"step2{of}")), ("rest", None), *steps, ("export", "after")]
         return base | {"name": name, "policy": policy, "do": do} | more
 
-    answers = gang.run_cases(
+    answers = launcher.run_cases(
         2,
         [
             first("", TP2),
@@ -91,8 +91,8 @@ def runs(tmp_path_factory, models, base):
     quarters = [[[0]], [[1]], [[2]], [[3]]]
     experts = {"model": str(models["moe"]), "packing": quarters}
     words = [again("same-experts", "-experts", EP2, **experts)]
-    answers |= gang.run_cases(4, [first("-experts", EP2, "moe", packing=quarters), *words], folder)
-    answers |= gang.run_cases(1, [again("one", "", TP1)], folder)
+    answers |= launcher.run_cases(4, [first("-experts", EP2, "moe", packing=quarters), *words], folder)
+    answers |= launcher.run_cases(1, [again("one", "", TP1)], folder)
     return folder, answers
 
 
@@ -194,14 +194,14 @@ def measured(tmp_path_factory, wide):
     hosted = {"name": "hosted", "packing": [[[0, 1], [2, 3]]], "do": do["hosted"]}
     hosted["policy"] = {"dtype": "bfloat16", "offload_optimizer": 1.0}
     shared = {"name": "shared", "packing": HALVES, "do": do["shared"]}
-    answers = gang.run_cases(1, [wide | hosted], folder / "out")
-    answers |= gang.run_cases(2, [wide | shared], folder / "out")
+    answers = launcher.run_cases(1, [wide | hosted], folder / "out")
+    answers |= launcher.run_cases(2, [wide | shared], folder / "out")
     words = WIDE | {"vocab_size": 2**17, "num_hidden_layers": 2, "tie_word_embeddings": True}
     table = save_random(folder / "table", "Qwen3", words | {"head_dim": 16}, dtype="bfloat16")
     (table / "tokenizer.json").write_text("{}")
     do = [("train", 1), ("measure", str(folder / "words"))]
     words = {"name": "words", "model": str(table), "packing": HALVES, "do": do}
-    answers |= gang.run_cases(2, [wide | words], folder / "out")
+    answers |= launcher.run_cases(2, [wide | words], folder / "out")
     for rank, found in enumerate(answers["shared"]):
         files = (folder / "shared").glob(f"__{rank}_*.distcp")
         found["written_bytes"] = sum(path.stat().st_size for path in files)
@@ -249,7 +249,7 @@ def test_a_save_that_finds_no_room_ends_on_all_ranks(tmp_path, wide, size):
             ("save", str(tmp_path / "saved")),
         ]
         case = wide | {"name": "full", "packing": HALVES, "do": do}
-        answers = gang.run_cases(2, [case], tmp_path / "out")["full"]
+        answers = launcher.run_cases(2, [case], tmp_path / "out")["full"]
     finally:
         subprocess.run(["umount", "-l", small], check=True)
     assert all(rank["refused"][0].startswith(f"{small}/saved: no space is left") for rank in answers)
@@ -265,7 +265,7 @@ def test_a_save_that_one_rank_cannot_end_is_refused_on_all(tmp_path, base):
     refused = [("save_refused", f"{tmp_path / place.replace(':', '-')}:{place}") for place in PLACES]
     do = [("train", 1), *refused, ("train", 1), ("save", str(tmp_path / "saved"))]
     case = base | {"name": "quota", "policy": TP1, "packing": HALVES, "do": do}
-    for rank in gang.run_cases(2, [case], tmp_path / "out")["quota"]:
+    for rank in launcher.run_cases(2, [case], tmp_path / "out")["quota"]:
         assert len(rank["refused"]) == len(PLACES)
         assert all("the quota is used up" in refusal for refusal in rank["refused"])
     assert (tmp_path / "saved/metadata.json").exists()

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.slow
 
-from tests.kit.ranks import gang, tiny  # noqa: E402
+from tests.kit.ranks import launcher, tiny  # noqa: E402
 
 DEFECTS = [
     "undefined name in the router",
@@ -27,7 +27,7 @@ DEFECTS = [
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     model = tiny.make_models(tmp_path_factory.mktemp("models"))["dense"]
-    (output,) = gang.launch(1, "defects", str(model))
+    (output,) = launcher.launch(1, "defects", str(model))
     return json.loads(output.rpartition("FOUND ")[2])
 
 

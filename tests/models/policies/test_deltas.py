@@ -17,7 +17,7 @@ from hpc_swe.models.engines._vllm_files import Link, Wanted, build, check_chain,
 from hpc_swe.models.model_shape import ModelShape  # noqa: E402
 from hpc_swe.models.policies._megatron.memory import learner_memory  # noqa: E402
 from hpc_swe.models.policies.megatron import Megatron  # noqa: E402
-from tests.kit.ranks import gang, tiny  # noqa: E402
+from tests.kit.ranks import launcher, tiny  # noqa: E402
 
 BF16 = {"dtype": "bfloat16", "tensor_parallel": 2, "sequence_parallel": True}
 DO = [
@@ -49,7 +49,7 @@ def runs(tmp_path_factory) -> tuple[Path, dict]:
         "policy": BF16 | {"dtype": "float32", "delta_base": "gpu"},
         "optimizer": {"lr": 1e-3},
     }
-    return folder / "out", gang.run_cases(2, [small, large], folder / "out")
+    return folder / "out", launcher.run_cases(2, [small, large], folder / "out")
 
 
 def chain(folder: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:

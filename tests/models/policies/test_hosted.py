@@ -15,7 +15,7 @@ from hpc_swe.models.policies._megatron.kernels import pinned  # noqa: E402
 from hpc_swe.models.policies._megatron.kernels.pinned import HostRoom, MemoryClaim  # noqa: E402
 from hpc_swe.models.policies._megatron.state.gathered import share_out  # noqa: E402
 from hpc_swe.models.policies._megatron.state.hosted import Hosted, choose, divide  # noqa: E402
-from tests.kit.ranks import gang  # noqa: E402
+from tests.kit.ranks import launcher  # noqa: E402
 
 LIMITED = """
 import json, resource, sys
@@ -173,7 +173,7 @@ def test_places_are_read_before_the_user_of_their_values_writes_them():
 def test_memory_that_one_rank_is_refused_ends_all_with_its_message(tmp_path):
     script, out = tmp_path / "rank.py", tmp_path / "out.json"
     script.write_text(LIMITED)
-    gang.launch(2, script, str(out), timeout_s=300)
+    launcher.launch(2, script, str(out), timeout_s=300)
     (taken, said), other = json.loads(out.read_text())
     assert [taken, said] == other
     assert taken == 0

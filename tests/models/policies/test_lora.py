@@ -22,7 +22,7 @@ from hpc_swe.models.engines.base import Weights  # noqa: E402
 from hpc_swe.models.model_shape import ModelShape  # noqa: E402
 from hpc_swe.models.policies._megatron.counts import adapter_parameters  # noqa: E402
 from hpc_swe.models.policies.megatron import Megatron  # noqa: E402
-from tests.kit.ranks import gang, tiny  # noqa: E402
+from tests.kit.ranks import launcher, tiny  # noqa: E402
 
 STEPS, RANK, ALPHA = 3, 4, 6
 TEXT = [(7 * i + 3) % tiny.VOCAB for i in range(33)]
@@ -52,10 +52,10 @@ class Runs:
         self.folder, self.models = folder, tiny.make_models(folder / "models")
         self.sequences = {name: tiny.make_sequences(self.model(name)) for name in ("dense", "tied", "qwen2")}
         base = self._case("base", "dense", {"dtype": "float32"}, ONE) | {"do": [("logprobs", TEXT)]}
-        self.answers = gang.run_cases(
+        self.answers = launcher.run_cases(
             1, [self._full(name) for name in CASES if CASES[name][0] == 1] + [base], folder
         )
-        self.answers |= gang.run_cases(
+        self.answers |= launcher.run_cases(
             2,
             [
                 *(self._full(name) for name in CASES if CASES[name][0] == 2),

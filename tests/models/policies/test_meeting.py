@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.kit.ranks import gang
+from tests.kit.ranks import launcher
 
 RANK = """
 import json, os, sys
@@ -53,7 +53,7 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000"}  # as /proc/net prin
 def addresses(tmp_path, one_node):
     script, out = tmp_path / "rank.py", tmp_path / "out.json"
     script.write_text(RANK)
-    outputs = [child.communicate(timeout=600) for child in gang.start(2, script, out, one_node=one_node)]
+    outputs = [child.communicate(timeout=600) for child in launcher.start(2, script, out, one_node=one_node)]
     assert out.exists(), outputs
     total, found = json.loads(out.read_text())
     assert total == 2.0
@@ -78,7 +78,7 @@ def test_ranks_know_whether_others_with_their_experts_have_other_data(tmp_path, 
     """They must compute as many tokens as one another, or they wait for one another for ever."""
     script, out = tmp_path / "rank.py", tmp_path / "out.json"
     script.write_text(EXPERTS)
-    children = gang.start(size, script, out, json.dumps(settings))
+    children = launcher.start(size, script, out, json.dumps(settings))
     outputs = [child.communicate(timeout=600) for child in children]
     assert out.exists(), outputs
     said, groups = json.loads(out.read_text())

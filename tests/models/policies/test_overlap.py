@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.slow
 
-from tests.kit.ranks import gang  # noqa: E402
+from tests.kit.ranks import launcher  # noqa: E402
 
 RANK = """
 import itertools, json, mmap, sys
@@ -122,7 +122,7 @@ def test_exchanges_by_copies_change_nothing_but_rounding(tmp_path, ranks, float3
     """Sums of two ranks have the same bits; of four, gloo rounds those of bfloat16 more often."""
     script, out = tmp_path / "rank.py", tmp_path / "out.json"
     script.write_text(RANK.replace("RANKS", str(ranks)))
-    gang.launch(ranks, script, out, timeout_s=300)
+    launcher.launch(ranks, script, out, timeout_s=300)
     for refused, of_rank in json.loads(out.read_text()):
         assert refused
         assert [len(case) for case in of_rank] == [12] * 6

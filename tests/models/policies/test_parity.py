@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from hpc_swe.base.records import float_array, id_array  # noqa: E402
 from hpc_swe.models.deltas.tensor_delta import Digests, text  # noqa: E402
-from tests.kit.ranks import gang, tiny  # noqa: E402
+from tests.kit.ranks import launcher, tiny  # noqa: E402
 
 STEPS = 3
 TEXT = [(7 * i + 3) % tiny.VOCAB for i in range(33)]
@@ -134,7 +134,7 @@ class Runs:
         if size not in self._started:
             self._started.add(size)
             cases = [self._case(other) for other, case in CASES.items() if case[0] == size]
-            self._answers |= gang.run_cases(size, cases, self.folder)
+            self._answers |= launcher.run_cases(size, cases, self.folder)
         return self._answers[name]
 
     def reference(self, name: str) -> tiny.Steps:

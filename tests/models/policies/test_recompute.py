@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from hpc_swe.models.policies._megatron.kernels.recompute import Recomputing, keep  # noqa: E402
 from hpc_swe.models.policies._megatron.memory import LEVELS  # noqa: E402
 from hpc_swe.models.policies._megatron.model.packing import SHORT, grouped  # noqa: E402
-from tests.kit.ranks import gang, tiny  # noqa: E402
+from tests.kit.ranks import launcher, tiny  # noqa: E402
 
 ROUTED = {"dense": 0, "routed": tiny.EXPERTS["num_experts"]}
 """From how many experts the sampler drew those that are replayed; a tenth of the tokens leave them free."""
@@ -36,7 +36,7 @@ def steps(tmp_path_factory):
         for level in LEVELS:
             policy = {"dtype": dtype, "recompute": level}
             cases.append(same | {"name": f"{name}-{dtype}-{level}", "policy": policy})
-    gang.run_cases(1, cases, folder)
+    launcher.run_cases(1, cases, folder)
     return folder
 
 

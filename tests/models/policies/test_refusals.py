@@ -26,7 +26,7 @@ from hpc_swe.models.policies._megatron.weights.origins import Origin  # noqa: E4
 from hpc_swe.models.policies._megatron.weights.weights import Snapshot  # noqa: E402
 from hpc_swe.models.policies.megatron import Megatron  # noqa: E402
 from hpc_swe.models.weight_files import INDEX  # noqa: E402
-from tests.kit.ranks import gang, tiny  # noqa: E402
+from tests.kit.ranks import launcher, tiny  # noqa: E402
 
 KL = {"loss": {"kl_coefficient": 0.1}}
 LORA = {"dtype": "float32", "tensor_parallel": 2, "lora_rank": 4}
@@ -184,7 +184,7 @@ def test_a_resume_with_other_files_below_is_refused_on_every_rank(models, tmp_pa
     first = {"name": "first", "do": [("train", 1), ("save", saved)]}
     again = {"name": "again", "do": [("load", saved), ("train", 1)]}
     other = {"name": "other", key: str(tmp_path / "changed"), "do": [("resume", saved)]}
-    found = gang.run_cases(2, [base | each for each in (first, again, other)], tmp_path / "out")
+    found = launcher.run_cases(2, [base | each for each in (first, again, other)], tmp_path / "out")
     assert [rank["step"] for rank in found["again"]] == [2, 2]
     (said,) = {rank["refused"] for rank in found["other"]}
     assert said == (
@@ -214,7 +214,7 @@ def test_a_step_that_is_not_finite_is_left_out_on_every_rank(models, tmp_path):
         "do": [("train", 1), ("score", [1, 2, 3])],
     }
     before = case | {"name": "before", "do": case["do"][1:]}
-    found = gang.run_cases(2, [before, case], tmp_path / "out")
+    found = launcher.run_cases(2, [before, case], tmp_path / "out")
     for before, after in zip(found["before"], found["bad"], strict=True):
         assert after["scores"] == before["scores"], "no weight changed"
         assert after["step"] == 1
@@ -228,7 +228,7 @@ def test_a_weight_that_is_not_finite_on_one_rank_is_published_by_none(models, tm
         "policy": {"dtype": "float32", "tensor_parallel": 2},
         "do": [("spoil", 1), ("export", "weights")],
     }
-    first, second = gang.run_cases(2, [case], tmp_path / "out")["spoilt"]
+    first, second = launcher.run_cases(2, [case], tmp_path / "out")["spoilt"]
     assert "not finite (1 tensors in all); not published" in first["error"]
     assert first["error"] == second["error"]
     assert list((tmp_path / "out/spoilt/weights").iterdir()) == []

@@ -13,7 +13,7 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from hpc_swe.base.records import float_array, id_array  # noqa: E402
-from tests.kit.ranks import gang, tiny  # noqa: E402
+from tests.kit.ranks import launcher, tiny  # noqa: E402
 
 STEPS, BONUS = 2, 0.3
 PARTS = [[0], [1, 2], [3]]
@@ -86,7 +86,7 @@ def test_minibatches_and_epochs_are_those_of_plain_torch(model, tmp_path):
         "do": [("train", STEPS), ("export", "after")],
     }
     cases = [common | {"name": str(n), "optimizer": OPTIMIZER | {"epochs": n}} for n in (1, 2)]
-    answers = gang.run_cases(2, cases, tmp_path / "out")
+    answers = launcher.run_cases(2, cases, tmp_path / "out")
     for epochs in (1, 2):
         compare(answers[str(epochs)][0], tmp_path / "out" / str(epochs), expected(model, sequences, epochs))
 

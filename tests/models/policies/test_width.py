@@ -10,7 +10,7 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from tests.kit.random_model import save_random  # noqa: E402
-from tests.kit.ranks import gang, tiny  # noqa: E402
+from tests.kit.ranks import launcher, tiny  # noqa: E402
 
 WIDE = {
     "vocab_size": tiny.VOCAB,
@@ -51,7 +51,7 @@ def test_gradients_of_a_wide_layer_and_their_norm_are_those_of_autograd(tmp_path
         "data": tiny.write_sequences(tmp_path / "data", sequences),
         "do": [("train", 1), ("grads", "grads")],
     }
-    (answer,) = gang.run_cases(1, [case], tmp_path)["wide"]
+    (answer,) = launcher.run_cases(1, [case], tmp_path)["wide"]
     wanted = tiny.reference_steps(model, sequences, 1, CLIP)
     assert answer["metrics"][0]["policy/loss"] == pytest.approx(wanted.losses[0], rel=2e-5)
     assert answer["metrics"][0]["policy/grad_norm"] == pytest.approx(wanted.norms[0], rel=2e-6)

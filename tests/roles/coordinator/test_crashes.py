@@ -237,7 +237,7 @@ def test_a_death_anywhere_in_recovery_loses_no_claim(tmp_path, template):
         recover(root)
         spool = Spool(at(root).requests, RolloutRequest)
         assert len(spool.addresses("ready")) == 8
-        assert sum(address.losses for address in spool.addresses("ready")) == 2
+        assert sum(address.redeliveries for address in spool.addresses("ready")) == 2
         shutil.rmtree(root)
 
 

@@ -9,16 +9,16 @@ from hpc_swe.tasks.graders.base import DISAGREES, SILENT
 from tests.kit.coordinator_kit import make_maintenance, result, training
 
 
-def answer(run, value_of, sentinels=(), details=()) -> list[str]:
-    """Every request gets a result; the first few carry what sentinels came to, or have these details.
+def answer(run, value_of, self_checks=(), details=()) -> list[str]:
+    """Every request gets a result; the first few carry what self-checks came to, or have these details.
 
     Returns the tasks that failed.
     """
-    messages, failed, details = list(sentinels), [], list(details)
+    messages, failed, details = list(self_checks), [], list(details)
     for claim in sorted(Spool(run.requests, RolloutRequest).claims("w-1-00000000"), key=lambda c: c.name):
         value = value_of(claim.message)
         failed += [claim.message.task_id] if value is None else []
-        scored = msgspec.structs.replace(result(claim.message, value), sentinels=messages[:2])
+        scored = msgspec.structs.replace(result(claim.message, value), self_checks=messages[:2])
         del messages[:2]
         if details:
             score = msgspec.structs.replace(scored.score, detail=details.pop())
@@ -28,18 +28,20 @@ def answer(run, value_of, sentinels=(), details=()) -> list[str]:
     return failed
 
 
-def test_a_misjudged_sentinel_is_a_curve_and_stays_on_the_screen(run):
+def test_a_misjudged_self_check_is_a_curve_and_stays_on_the_screen(run):
     maintenance = make_maintenance(run)
     mode = training(run)
     mode.iterate(maintenance.snapshot())
     answer(
-        run, lambda request: float(request.index % 2), ["", "sentinel: the reference of t is unresolved", ""]
+        run,
+        lambda request: float(request.index % 2),
+        ["", "self-check: the reference of t is unresolved", ""],
     )
     progress = mode.iterate(maintenance.snapshot())
-    assert progress.recent["grader/sentinels"] == [3.0]
-    assert progress.recent["grader/sentinel_errors"] == [1 / 3]
+    assert progress.recent["grader/self_checks"] == [3.0]
+    assert progress.recent["grader/self_check_errors"] == [1 / 3]
     assert progress.recent["outcome/cheated"] == [0.0]
-    assert progress.errors == ["sentinel: the reference of t is unresolved"]
+    assert progress.errors == ["self-check: the reference of t is unresolved"]
 
 
 def test_results_that_broke_their_grader_or_differ_on_repeat_are_curves(run):
@@ -74,7 +76,7 @@ def test_infrastructure_failures_are_told_by_task_and_by_turn(run):
     progress = mode.iterate(maintenance.snapshot())
     assert 0 < progress.recent["infra/turns_1"][0] < 1
     assert "infra/turns_4" not in progress.recent, "nobody came that far"
-    assert "grader/sentinel_errors" not in progress.recent, "of no sentinel, no share"
+    assert "grader/self_check_errors" not in progress.recent, "of no self-check, no share"
 
 
 def test_ranges_of_turns_have_no_gap():
@@ -90,5 +92,5 @@ def test_ranges_of_turns_have_no_gap():
         64,
     ]
     assert of_collected(
-        {"grader/sentinels": 0, "grader/results": 0} | {f"read/turns_{n}": 0 for n in (0, 1, 4, 16, 64)}
-    ) == {"grader/sentinels": 0.0}
+        {"grader/self_checks": 0, "grader/results": 0} | {f"read/turns_{n}": 0 for n in (0, 1, 4, 16, 64)}
+    ) == {"grader/self_checks": 0.0}

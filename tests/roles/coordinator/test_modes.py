@@ -293,7 +293,7 @@ def test_a_batch_of_a_warm_start_is_logged_again_by_the_next_coordinator(run):
 
 
 def test_a_warm_start_of_long_samples_goes_on_in_the_next_iteration(tmp_path):
-    """A coordinator whose main loop stands still is ended by its keeper."""
+    """A coordinator whose main loop stands still is ended by its watchdog."""
     quick, slow = rundir(tmp_path / "a"), rundir(tmp_path / "b")
     warm_start(quick).iterate(make_maintenance(quick).snapshot())
     mode, snapshot = warm_start(slow, 0.0), make_maintenance(slow).snapshot()
@@ -343,7 +343,7 @@ def test_demonstrations_that_are_cut_share_a_line_of_the_log(tmp_path):
 
 
 def test_demonstrations_that_are_all_too_long_do_not_stop_the_main_loop(run):
-    """Its keeper would end it, and nobody would learn the reason."""
+    """Its watchdog would end it, and nobody would learn the reason."""
     log, fates, long = Log(run.metric_log("c")), Counter(), [Message(role="user", content="u" * 9)]
     samples = sft.from_conversations(itertools.repeat(long), encode, 8, fates)
     mode = sft.WarmStart(run, samples, sft.SftSchedule(STEPS, 4, 64, 2, iteration_s=0.01), log, fates=fates)

@@ -197,14 +197,14 @@ def test_the_earliest_stuck_role_is_blamed_and_each_when_the_run_ends(run, tries
     assert [each.owner for each in story.verdict.processes] == named
 
 
-def test_a_verdict_that_no_keeper_obeys_is_no_restart(run):
+def test_a_verdict_that_no_watchdog_obeys_is_no_restart(run):
     story = Story(run, tries=1)
     story.live(110)
     story.is_obeyed = False
     owner = story.verdict.processes[0].owner
     story.live(110)
     assert (owner, story.verdict.tries, story.verdict.ignored) == ("reward-1-0", 1, 1)
-    assert "its keeper, jobs.run on h, was asked 1 times and did not end it" in story.verdict.message(1)
+    assert "its watchdog, jobs.run on h, was asked 1 times and did not end it" in story.verdict.message(1)
     with pytest.raises(StuckRun, match="was asked 2 times"):
         story.live(1000)
 
@@ -259,7 +259,7 @@ def test_refusals_do_not_end_a_run_whose_learner_still_has_a_batch(run):
         watcher.look(refusing(13, now=REFUSED_S + 3), Progress("results", 1, {}, []))
 
 
-def test_the_cell_that_every_keeper_reads_does_not_grow_with_the_workers(run):
+def test_the_cell_that_every_watchdog_reads_does_not_grow_with_the_workers(run):
     story = Story(run, tries=1)
     story.others = [node("rollout", owner=f"rollout-{n}", claims=[TASK], steps=[0]) for n in range(50)]
     story.live(100)

@@ -28,8 +28,8 @@ def sequences(model) -> list[MicroBatch]:
 @pytest.fixture(scope="session")
 def whole(model, sequences, tmp_path_factory) -> RunDir:
     """A run that nothing disturbed."""
-    from tests.kit.ranks import gang, training
+    from tests.kit.ranks import launcher, training
 
     run = training.make_run(tmp_path_factory.mktemp("whole"), sequences, training.STEPS)
-    gang.launch(2, "learn", str(run.root), str(model), str(training.STEPS), "1")
+    launcher.launch(2, "learn", str(run.root), str(model), str(training.STEPS), "1")
     return run

@@ -10,9 +10,9 @@ pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.slow
 
 from hpc_swe.base.store import atomic  # noqa: E402
-from jobs.run import Gang, supervise  # noqa: E402
+from jobs.run import ProcessGroup, supervise  # noqa: E402
 from tests.kit.checkout import environment  # noqa: E402
-from tests.kit.ranks import gang  # noqa: E402
+from tests.kit.ranks import launcher  # noqa: E402
 from tests.kit.ranks.training import STEPS, assert_same, make_run, reported, start, weights  # noqa: E402
 from tests.kit.waiting import until  # noqa: E402
 
@@ -34,7 +34,7 @@ def test_a_rank_killed_in_a_save_ends_the_other_and_what_was_whole_stays(
     if file not in (OF_RANK_1, LAST_FILE):  # a start finds the same as after these two
         return
     monkeypatch.delenv("DIES_AT")
-    gang.launch(2, "learn", str(run.root), str(model), str(STEPS), "1")
+    launcher.launch(2, "learn", str(run.root), str(model), str(STEPS), "1")
     assert [line["step"] for line in reported(run)] == [0, 1, 2, 3, 4, 2, 3, 4]
     assert atomic.names(run.checkpoints) == [FIRST, "step_000004-i02"]
     assert_same(weights(run, STEPS, 2), weights(whole, STEPS, 1))
@@ -57,7 +57,7 @@ def test_a_save_waits_for_a_rank_that_is_stopped_for_a_while(
     assert_same(weights(run, STEPS, 1), weights(whole, STEPS, 1))
 
 
-def test_a_keeper_starts_all_again_when_a_rank_stays_stopped_in_a_save(
+def test_a_watchdog_starts_all_again_when_a_rank_stays_stopped_in_a_save(
     whole, model, sequences, tmp_path, monkeypatch
 ):
     run = make_run(tmp_path / "run", sequences, STEPS)
@@ -65,7 +65,7 @@ def test_a_keeper_starts_all_again_when_a_rank_stays_stopped_in_a_save(
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("STOPS_AT", str(run.checkpoints / f".tmp-{LAST}*" / "__1_3*"))
     words = [sys.executable, "-m", "tests.kit.ranks.learn", str(run.root), str(model), str(STEPS), "1"]
-    assert supervise(Gang([words, words]), run, max_restarts=1) == 0
+    assert supervise(ProcessGroup([words, words]), run, max_restarts=1) == 0
     assert [line["step"] for line in reported(run)] == [0, 1, 2, 3, 4, 2, 3, 4]
     assert atomic.names(run.checkpoints) == [FIRST, "step_000004-i02"]
     assert_same(weights(run, STEPS, 2), weights(whole, STEPS, 1))

@@ -24,7 +24,7 @@ from hpc_swe.base.rundir import RunDir  # noqa: E402
 from hpc_swe.base.store import atomic, folders, skipped, stop_signs  # noqa: E402
 from hpc_swe.models.engines._vllm_files import Link, Wanted, build  # noqa: E402
 from hpc_swe.roles.learner.publish import take_incarnation  # noqa: E402
-from tests.kit.ranks import gang, tiny  # noqa: E402
+from tests.kit.ranks import launcher, tiny  # noqa: E402
 from tests.kit.ranks.training import STEPS, assert_same, end, make_run, publish, reported, start, weights  # noqa: E402
 from tests.kit.waiting import until  # noqa: E402
 
@@ -64,7 +64,7 @@ def test_a_killed_learner_resumes_and_ends_at_the_same_bits(whole, model, sequen
     until(lambda: reported(run) and reported(run)[-1]["step"] == 3, "step 3")
     end(children, signal.SIGKILL)
     publish(run, 3, sequences)
-    gang.launch(2, "learn", str(run.root), str(model), str(STEPS), "1")
+    launcher.launch(2, "learn", str(run.root), str(model), str(STEPS), "1")
     assert [line["step"] for line in reported(run)] == [0, 1, 2, 3, 2, 3, 4]
     assert max(atomic.names(run.weights), key=lambda name: WeightVersion.parse(name)) == "v000004-i02"
     assert_same(weights(run, 2, 2), weights(whole, 2, 1))
@@ -80,7 +80,7 @@ def test_death_after_a_checkpoint_keeps_the_metrics_of_its_step(
     until(lambda: any(child.poll() == -signal.SIGKILL for child in children), "a death")
     end(children, signal.SIGKILL)
     monkeypatch.delenv("DIES_AFTER")
-    gang.launch(2, "learn", str(run.root), str(model), str(STEPS), "1")
+    launcher.launch(2, "learn", str(run.root), str(model), str(STEPS), "1")
     assert [line["of"] for line in reported(run) if "policy/loss" in line] == list(range(STEPS))
     assert_same(weights(run, STEPS, 2), weights(whole, STEPS, 1))
 
@@ -97,7 +97,7 @@ def test_death_while_saving_leaves_the_last_checkpoint_and_no_half_one(
         -signal.SIGKILL
     ] * 2
     assert [name[:5] for name in os.listdir(run.checkpoints)] == [".tmp-"]
-    gang.launch(2, "learn", str(run.root), str(model), str(STEPS), "1")
+    launcher.launch(2, "learn", str(run.root), str(model), str(STEPS), "1")
     assert [line["step"] for line in reported(run)][-5:] == [0, 1, 2, 3, 4]
     assert_same(weights(run, STEPS, 2), weights(whole, STEPS, 1))
     # A start keeps no values of the one before: its first version is full, and so are the third and the last.
@@ -146,7 +146,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(whole, model, se
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 1
     victim.write_bytes(data)
-    outputs = gang.launch(2, "learn", str(run.root), str(model), str(STEPS), "1")
+    outputs = launcher.launch(2, "learn", str(run.root), str(model), str(STEPS), "1")
     assert victim.name in outputs[0]
     assert [line["step"] for line in reported(run)] == [2, 3, 4]
     assert_same(weights(run, STEPS, 2), weights(whole, STEPS, 1))
@@ -161,7 +161,7 @@ def test_a_batch_that_is_not_finite_is_skipped_and_kept(model, sequences, tmp_pa
     run = make_run(tmp_path, sequences, 1)
     publish(run, 1, spoiled(sequences))
     publish(run, 2, sequences)
-    gang.launch(2, "learn", str(run.root), str(model), "3", "1")
+    launcher.launch(2, "learn", str(run.root), str(model), "3", "1")
     assert [line.get("policy/skipped") for line in reported(run)] == [None, 0.0, 1.0, 0.0]
     assert_same(weights(run, 2, 1), weights(run, 1, 1))
     kept = {path.name: path.read_bytes() for path in run.skipped(1).iterdir()}
@@ -173,7 +173,7 @@ def test_a_batch_that_is_not_finite_is_skipped_and_kept(model, sequences, tmp_pa
 def test_a_sign_that_two_steps_show_is_left_for_the_coordinator(model, sequences, tmp_path, monkeypatch):
     run = make_run(tmp_path, sequences, 2)
     monkeypatch.setenv("SIGNS", '{"batches": 2, "gap": 1e-9}')
-    gang.launch(2, "learn", str(run.root), str(model), "2", "1")
+    launcher.launch(2, "learn", str(run.root), str(model), "2", "1")
     gaps = [line["gap/k3"] for line in reported(run)[1:]]
     assert [each.values["gap/k3"] for each in stop_signs.read(run).steps] == gaps
     assert stop_signs.read(run).reason.startswith("gap/k3 was above 1e-09 in steps 0 to 1: ")
@@ -196,7 +196,7 @@ def test_weights_that_are_not_finite_are_computed_again_once(model, sequences, t
     run = make_run(tmp_path, sequences, 2)
     huge = '{"lr": 3.4e38, "weight_decay": 1, "beta1": 0.0}'
     for error in (NodeError, ConfigError):
-        children = gang.start(2, "learn", str(run.root), str(model), "2", "1", huge)
+        children = launcher.start(2, "learn", str(run.root), str(model), "2", "1", huge)
         outputs = [(child.communicate(timeout=600)[0], child.returncode) for child in children]
         assert [code for _, code in outputs] == [error.exit_code] * 2, outputs
     assert "start another run from earlier weights with a lower learner.optimizer.lr" in outputs[0][0]
@@ -228,7 +228,7 @@ def test_a_batch_file_that_one_rank_cannot_read_stops_all_ranks(model, sequences
     run = make_run(tmp_path / "run", sequences, 1, ranks=2)
     path = run.batch(0) / run.rank_file(1)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    children = gang.start(2, "learn", str(run.root), str(model), "1", "2")
+    children = launcher.start(2, "learn", str(run.root), str(model), "1", "2")
     for child in children:
         output = child.communicate(timeout=600)[0]
         assert child.returncode != 0
@@ -274,5 +274,5 @@ def test_a_full_disk_is_one_error_and_leaves_what_was_published(
     if not room:  # a start finds nothing, as after a death while the first checkpoint is saved
         return
     disk(folder, None)
-    gang.launch(2, "learn", str(run.root), str(model), str(STEPS), "1")
+    launcher.launch(2, "learn", str(run.root), str(model), str(STEPS), "1")
     assert_same(weights(run, STEPS, 2), weights(whole, STEPS, 1))

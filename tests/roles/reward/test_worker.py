@@ -19,7 +19,7 @@ from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store.lease import Lease
 from hpc_swe.base.store.spool import Spool
 from hpc_swe.config.settings import RewardConfig
-from hpc_swe.roles.reward.worker import MAX_DETAIL, RewardResources, sentinel, worker
+from hpc_swe.roles.reward.worker import MAX_DETAIL, RewardResources, self_check, worker
 from hpc_swe.tasks.graders.base import Grader
 from tests.kit.checkout import environment
 from tests.kit.waiting import DEADLINE_S, until
@@ -44,7 +44,7 @@ class Judge(Grader):
 
 
 class Trial(Judge):
-    """A grader that can be tried, and that wants to see the result of an episode before its sentinel."""
+    """A grader that can be tried, and that wants to see the result of an episode before its self-check."""
 
     def __init__(self, run: RunDir, *, errs: bool = False) -> None:
         self.run, self.errs = run, errs
@@ -217,33 +217,33 @@ with Lease(run, "reward", "test", 1.0) as lease:
     assert states(run) == {"ready": 1, "claimed": 0, "dead": 0}
 
 
-def sentinels(run: RunDir) -> list[str]:
+def self_checks(run: RunDir) -> list[str]:
     spool = Spool(run.scored, ScoredEpisode)
     found = [spool.read(address) for address in spool.addresses("ready")]
-    return [told for one in found if one is not None for told in one.sentinels]
+    return [told for one in found if one is not None for told in one.self_checks]
 
 
-def test_one_grading_in_a_hundred_is_followed_by_the_same_sentinel():
+def test_one_grading_in_a_hundred_is_followed_by_the_same_self_check():
     names = [f"train-{group:06d}-{index:02d}" for group in range(2500) for index in range(8)]
-    chosen = {name: kind for name in names if (kind := sentinel(name, 100)) is not None}
-    assert chosen == {name: kind for name in names if (kind := sentinel(name, 100)) is not None}
+    chosen = {name: kind for name in names if (kind := self_check(name, 100)) is not None}
+    assert chosen == {name: kind for name in names if (kind := self_check(name, 100)) is not None}
     counts = Counter(chosen.values())
     assert 60 < counts["reference"] < 140  # of 100 that are expected, four standard deviations
     assert 60 < counts["nothing"] < 140
-    assert not any(sentinel(name, 0) for name in names)
+    assert not any(self_check(name, 0) for name in names)
 
 
-def test_a_sentinel_follows_the_result_and_is_reported_with_a_later_one(run, task):
+def test_a_self_check_follows_the_result_and_is_reported_with_a_later_one(run, task):
     trial = Trial(run)
     put(run, *(episode(number, "text") for number in range(12)))
     work(run, task, lambda: len(scores(run)) == len(trial.waited) == 12, trial=trial)
     assert {score.outcome for score in scores(run).values()} == {"unresolved"}, (
-        "no sentinel's score is theirs"
+        "no self-check's score is theirs"
     )
     assert len(trial.waited) == 12
     assert all(trial.waited), "the episode's own result was out first"
-    assert set(sentinels(run)) == {""}
-    assert 8 <= len(sentinels(run)) < 12
+    assert set(self_checks(run)) == {""}
+    assert 8 <= len(self_checks(run)) < 12
 
 
 class Slow(Trial):
@@ -254,7 +254,7 @@ class Slow(Trial):
         return super().tried(is_right)
 
 
-def test_a_drain_waits_for_no_sentinel_and_begins_none(run, task):
+def test_a_drain_waits_for_no_self_check_and_begins_none(run, task):
     """Nobody is left to take along what they come to."""
     put(run, episode(0, "text"), episode(1, f"await {run.drain}"))
     work(run, task, lambda: len(scores(run)) == 1, trial=Slow(run))
@@ -265,8 +265,8 @@ def test_a_drain_waits_for_no_sentinel_and_begins_none(run, task):
 def test_a_grader_that_takes_nothing_for_a_solution_is_told_of(run, task, caplog):
     put(run, *(episode(number, "text") for number in range(12)))
     work(run, task, lambda: len(scores(run)) == 12, trial=Trial(run, errs=True))
-    wrong = [told for told in sentinels(run) if told]
+    wrong = [told for told in self_checks(run) if told]
     assert wrong
     assert {told.partition(": ")[2] for told in wrong} == {"nothing of t is resolved: "}
-    assert "sentinel: nothing of t is resolved" in caplog.text
-    assert "" in sentinels(run), "references still count as right"
+    assert "self-check: nothing of t is resolved" in caplog.text
+    assert "" in self_checks(run), "references still count as right"

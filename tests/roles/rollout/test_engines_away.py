@@ -11,7 +11,7 @@ from hpc_swe.agents.loops.base import Chat
 from hpc_swe.agents.sandboxes.base import Sandbox
 from hpc_swe.base.records import Endpoint, EndpointTable, ExitStatus, Message, Node
 from hpc_swe.base.store import atomic
-from tests.kit.stage import V1, Company, Doing, company
+from tests.kit.stage import V1, Doing, Rig, rig
 from tests.kit.waiting import DEADLINE_S, until
 
 NAME = "train-000000-00"
@@ -19,25 +19,25 @@ ASK = [Message(role="user", content="x")]
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Company:
-    return company(tmp_path / "run", tmp_path / "model")
+def made(tmp_path: Path) -> Rig:
+    return rig(tmp_path / "run", tmp_path / "model")
 
 
-def doing(made: Company, agent: Doing) -> Company:
+def doing(made: Rig, agent: Doing) -> Rig:
     return replace(made, means=replace(made.means, agent=agent))
 
 
-def list_engines(made: Company, *owners: str) -> None:
+def list_engines(made: Rig, *owners: str) -> None:
     listed = [Endpoint(owner=owner, url=f"http://{owner}", versions=[V1], updating=False) for owner in owners]
     atomic.put(made.run.endpoints, EndpointTable(beat=2, endpoints=listed, newest=V1))
 
 
-def lease_of(made: Company) -> Node:
+def lease_of(made: Rig) -> Node:
     (cell,) = made.run.nodes.glob("*.json")
     return atomic.get(cell, Node)
 
 
-def see_beats(made: Company, beats: int) -> None:
+def see_beats(made: Rig, beats: int) -> None:
     """Wait for a worker's rounds: it makes two for each beat."""
     last = lease_of(made).beat + beats
     until(lambda: lease_of(made).beat >= last, "beats")
@@ -45,9 +45,7 @@ def see_beats(made: Company, beats: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_written", [False, True], ids=["no table", "none listed"])
-def test_without_an_engine_nothing_is_claimed_and_no_attempt_is_burned(
-    made: Company, is_written: bool
-) -> None:
+def test_without_an_engine_nothing_is_claimed_and_no_attempt_is_burned(made: Rig, is_written: bool) -> None:
     made.run.endpoints.unlink()
     if is_written:
         list_engines(made)
@@ -73,7 +71,7 @@ def test_a_request_goes_back_when_engines_vanish_before_any_sample(tmp_path: Pat
         chat(ASK)
         return ExitStatus.SUBMITTED
 
-    made = doing(company(tmp_path / "run", tmp_path / "model", wait_s=0.3), Doing(vanish))
+    made = doing(rig(tmp_path / "run", tmp_path / "model", wait_s=0.3), Doing(vanish))
     made.ask()
     with made.working():
         until(lambda: plays, "the agent")
@@ -95,7 +93,7 @@ def test_engines_that_vanish_later_cost_the_attempt(tmp_path: Path) -> None:
         chat(ASK)
         return ExitStatus.SUBMITTED
 
-    made = doing(company(tmp_path / "run", tmp_path / "model", wait_s=0.3), Doing(ask_twice))
+    made = doing(rig(tmp_path / "run", tmp_path / "model", wait_s=0.3), Doing(ask_twice))
     made.ask()
     with made.working():
         until(lambda: made.episodes, "the failure")
@@ -103,7 +101,7 @@ def test_engines_that_vanish_later_cost_the_attempt(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_clock_of_a_claim_stands_while_no_engine_serves(made: Company) -> None:
+def test_the_clock_of_a_claim_stands_while_no_engine_serves(made: Rig) -> None:
     ends = threading.Event()
 
     def wait(sandbox: Sandbox, chat: Chat) -> ExitStatus:

@@ -74,7 +74,7 @@ def ask(run: RunDir, engine: object, max_tokens: int = 100, part: int = 100) -> 
 
 
 class Counting(Scripted, frozen=True):
-    """Tells the numbers 0, 1, 2 ..., each with a log-probability of its own, 10 in all."""
+    """Answers with the numbers 0, 1, 2 ..., each with a log-probability of its own, 10 in all."""
 
     asked: list[int] = []
     failures: list[Callable[[], None]] = []

@@ -31,7 +31,7 @@ from hpc_swe.base.records import (
 from hpc_swe.base.store import atomic
 from hpc_swe.base.store.spool import Address, Spool
 from tests.kit.checkout import environment
-from tests.kit.stage import REPLIES, V1, Company, Doing, company
+from tests.kit.stage import REPLIES, V1, Doing, Rig, rig
 from tests.kit.toy_engine import cut_at
 from tests.kit.waiting import DEADLINE_S, until
 
@@ -40,13 +40,13 @@ ASK = [Message(role="user", content="x")]
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Company:
-    return company(tmp_path / "run", tmp_path / "model")
+def made(tmp_path: Path) -> Rig:
+    return rig(tmp_path / "run", tmp_path / "model")
 
 
 def one(tmp_path: Path, agent: object = None, sandboxes: object = None, **config: object) -> Episode:
     """The episode of one request."""
-    made = company(tmp_path / "run", tmp_path / "model", agent, sandboxes, **config)
+    made = rig(tmp_path / "run", tmp_path / "model", agent, sandboxes, **config)
     made.ask()
     made.drain()
     assert made.shown() == {"ready": [], "claimed": [], "dead": []}
@@ -54,7 +54,7 @@ def one(tmp_path: Path, agent: object = None, sandboxes: object = None, **config
     return made.episodes[NAME]
 
 
-def test_an_episode_holds_every_sampled_token_and_the_work(made: Company) -> None:
+def test_an_episode_holds_every_sampled_token_and_the_work(made: Rig) -> None:
     made.ask(6)
     made.engine.faults = deque([cut_at(3), EngineError("gone"), None, None, cut_at(2)])
     made.drain()
@@ -172,7 +172,7 @@ def test_what_the_policy_breaks_in_its_sandbox_is_its_own(tmp_path: Path) -> Non
 
 
 def test_an_engine_error_that_a_program_swallows_is_still_infrastructure(tmp_path: Path) -> None:
-    made = company(tmp_path / "run", tmp_path / "model", Doing(swallow), wait_s=1.0)
+    made = rig(tmp_path / "run", tmp_path / "model", Doing(swallow), wait_s=1.0)
     made.engine.faults = deque([EngineError("gone")] * 1000)
     made.ask()
     made.drain()
@@ -182,7 +182,7 @@ def test_an_engine_error_that_a_program_swallows_is_still_infrastructure(tmp_pat
     assert episode.submission == ""
 
 
-def test_an_unknown_task_is_infrastructure(made: Company) -> None:
+def test_an_unknown_task_is_infrastructure(made: Rig) -> None:
     made.ask(task_id="gone")
     made.drain()
     assert "'gone' is not in the run's tasks" in made.episodes[NAME].error
@@ -215,7 +215,7 @@ def test_a_hanging_episode_is_given_up_from_outside_once(tmp_path: Path) -> None
         hanging.wait(DEADLINE_S)
         return ExitStatus.SUBMITTED
 
-    made = company(tmp_path / "run", tmp_path / "model", Doing(hang), episode_timeout_s=0.2)
+    made = rig(tmp_path / "run", tmp_path / "model", Doing(hang), episode_timeout_s=0.2)
     made.ask()
     with made.working(hung_s=0.2):
         until(lambda: made.episodes)
@@ -236,7 +236,7 @@ def test_a_hanging_episode_does_not_hide_behind_a_busy_one(tmp_path: Path) -> No
         go.wait(DEADLINE_S)
         return ExitStatus.SUBMITTED
 
-    made = company(tmp_path / "run", tmp_path / "model", Doing(act))
+    made = rig(tmp_path / "run", tmp_path / "model", Doing(act))
     made.ask(2)
     with made.working() as worker:
         until(lambda: sorted(worker.lease.node.steps)[:1] == [1] and max(worker.lease.node.steps) > 9)
@@ -244,7 +244,7 @@ def test_a_hanging_episode_does_not_hide_behind_a_busy_one(tmp_path: Path) -> No
         until(lambda: len(made.episodes) == 2)
 
 
-def test_a_corrupt_request_is_buried_and_the_others_are_done(made: Company) -> None:
+def test_a_corrupt_request_is_put_aside_and_the_others_are_done(made: Rig) -> None:
     made.ask(3)
     (made.run.requests / "ready" / f"{NAME}~0").write_bytes(b"\x00half")
     made.drain()
@@ -263,7 +263,7 @@ def waiting(go: threading.Event) -> Doing:
 
 def test_drain_finishes_what_is_at_work_and_claims_no_more(tmp_path: Path) -> None:
     go = threading.Event()
-    made = company(tmp_path / "run", tmp_path / "model", waiting(go))
+    made = rig(tmp_path / "run", tmp_path / "model", waiting(go))
     made.ask(6)
     with made.lease() as lease:
         thread = threading.Thread(target=made.worker(lease).work)
@@ -281,7 +281,7 @@ def test_drain_finishes_what_is_at_work_and_claims_no_more(tmp_path: Path) -> No
 @pytest.mark.parametrize("order", ["stop", "finished"])
 def test_stop_gives_claims_back_and_publishes_nothing_more(tmp_path: Path, order: str) -> None:
     go = threading.Event()
-    made = company(tmp_path / "run", tmp_path / "model", waiting(go))
+    made = rig(tmp_path / "run", tmp_path / "model", waiting(go))
     made.ask(6)
     before = made.shown()
     with made.working():
@@ -296,7 +296,7 @@ def test_stop_gives_claims_back_and_publishes_nothing_more(tmp_path: Path, order
 
 @pytest.mark.parametrize("warning", [None, signal.SIGUSR2])
 def test_a_process_that_must_end_gives_claims_back_a_warned_one_takes_none(
-    tmp_path: Path, made: Company, warning: signal.Signals | None
+    tmp_path: Path, made: Rig, warning: signal.Signals | None
 ) -> None:
     made.ask(2)
     before = made.shown()
@@ -324,7 +324,7 @@ def test_a_process_that_must_end_gives_claims_back_a_warned_one_takes_none(
 
 def test_a_lost_claim_is_harmless(tmp_path: Path) -> None:
     go = threading.Event()
-    made = company(tmp_path / "run", tmp_path / "model", waiting(go))
+    made = rig(tmp_path / "run", tmp_path / "model", waiting(go))
     made.ask()
     with made.working() as worker:
         until(lambda: made.shown()["claimed"])
@@ -352,7 +352,7 @@ def test_a_bug_ends_the_worker_and_gives_the_others_back(tmp_path: Path, bug: ty
         until(lambda: len(made.shown()["claimed"]) == 1, "the end of the worker")
         return ExitStatus.SUBMITTED
 
-    made = company(tmp_path / "run", tmp_path / "model", Doing(act))
+    made = rig(tmp_path / "run", tmp_path / "model", Doing(act))
     made.ask(3)
     with made.lease() as lease, pytest.raises(bug):
         made.worker(lease).work()
@@ -365,7 +365,7 @@ def test_what_breaks_our_code_after_the_policy_spoke_costs_one_episode(tmp_path:
         chat([Message(role="user", content="hello")])
         raise RecursionError("too deep: \ud800")
 
-    made = company(tmp_path / "run", tmp_path / "model", Doing(act))
+    made = rig(tmp_path / "run", tmp_path / "model", Doing(act))
     made.ask()
     with made.working() as worker:
         until(lambda: made.episodes)
@@ -399,7 +399,7 @@ def test_a_full_disk_costs_no_episode_and_a_worker_that_ends_no_loss(
         chat(ASK)
         return ExitStatus.SUBMITTED
 
-    made = company(small / "run", tmp_path / "model", Doing(act))
+    made = rig(small / "run", tmp_path / "model", Doing(act))
     made.ask()
     with made.lease() as lease:
         worker = made.worker(lease)
@@ -427,7 +427,7 @@ def test_a_full_disk_costs_no_episode_and_a_worker_that_ends_no_loss(
     assert made.shown() == {"ready": [], "claimed": [], "dead": []}
 
 
-def test_two_workers_do_every_request_once(made: Company) -> None:
+def test_two_workers_do_every_request_once(made: Rig) -> None:
     made.ask(40)
     with made.lease() as first, made.lease() as second:
         other = threading.Thread(target=made.worker(second).work)
@@ -438,7 +438,7 @@ def test_two_workers_do_every_request_once(made: Company) -> None:
     assert len(made.engine.calls) == 40 * len(REPLIES)
 
 
-def test_an_idle_worker_lists_no_more_than_it_must(made: Company) -> None:
+def test_an_idle_worker_lists_no_more_than_it_must(made: Rig) -> None:
     rounds: list[float] = []
 
     class Counting(Spool[RolloutRequest]):

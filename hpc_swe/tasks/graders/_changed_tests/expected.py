@@ -140,7 +140,6 @@ def _is_load(node: ast.Name) -> bool:
 
 
 def _checks(statement: ast.stmt) -> list[ast.expr | ast.Assert]:
-    """Return what a statement itself calls or asserts, without the statements in it."""
     match statement:
         case ast.Expr(value=ast.Await(value=value)) | ast.Expr(value=value):
             return [value]
@@ -189,7 +188,7 @@ def _of_call(name: str, args: list[ast.expr], keywords: list[ast.keyword]) -> It
 
 
 def _is_helper(name: str) -> bool:
-    """Tell whether a function is an assertion of the tests' own, or of a mock, but none of unittest's."""
+    """Return whether a function is an assertion of the tests' own, or of a mock, but none of unittest's."""
     import unittest
 
     return bool(re.match("assert(?!.*[Nn]ot)", name)) and not hasattr(unittest.TestCase, name)

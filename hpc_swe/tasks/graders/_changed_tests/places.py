@@ -182,7 +182,6 @@ class _PlaceFinder:
                     yield from _of_token(token, is_within)
 
     def _column(self, line: int, offset: int) -> int:
-        """Convert an offset in bytes of a line to one in characters."""
         return len(self.lines[line - 1].encode()[:offset].decode(errors="replace"))
 
 

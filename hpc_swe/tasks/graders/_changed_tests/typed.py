@@ -156,7 +156,7 @@ def _of_call(  # noqa: C901  (one case for each form of a call)
 
 
 def is_measured(value: ast.expr) -> bool:
-    """Tell whether an expression compares sizes, for example times, which two runs may not agree on."""
+    """Return whether an expression compares sizes, for example times, which two runs may not agree on."""
     return any(isinstance(node, ast.Lt | ast.LtE | ast.Gt | ast.GtE) for node in ast.walk(value))
 
 

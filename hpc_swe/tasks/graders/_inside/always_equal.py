@@ -45,7 +45,7 @@ def _places(kind: Any, owner: Any, root: str) -> Any:
 
 
 def _equals_most(kind: Any) -> bool:
-    """Tell whether a value of this class equals most probes; the class's own code does not make the value."""
+    """Return whether a value of this class, not made by the class's own code, equals most probes."""
     news = (vars(base).get("__new__") for base in kind.__mro__)
     value = next(new for new in news if type(new) is types.BuiltinFunctionType)(kind)
     if hasattr(value, "__dict__"):

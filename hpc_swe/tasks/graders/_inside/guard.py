@@ -205,7 +205,7 @@ def _user(guard: Any, event: str, *names: str) -> str:
 
 
 def _has_name(code: Any, names: Any) -> bool:
-    """Tell whether one of the names is part of a name that a code looks up."""
+    """Return whether one of the names is part of a name that a code looks up."""
     return any(type(one) is str and name in one for one in code.co_names for name in names)
 
 
@@ -218,7 +218,7 @@ def _sets(guard: Any, owner: Any, name: str) -> None:
 
 
 def _is_judged(guard: Any, owner: Any) -> bool:
-    """Tell whether an object is of unittest or pytest, or is a test, or holds code of a test's file."""
+    """Return whether an object is of unittest or pytest, or is a test, or holds code of a test's file."""
     kind = type(owner)
     if issubclass(kind, FunctionType):
         return knows(guard, owner.__code__) or _is_judged_file(guard, owner.__code__.co_filename)
@@ -239,7 +239,7 @@ def _is_judged(guard: Any, owner: Any) -> bool:
 
 
 def _is_judged_file(guard: Any, path: str) -> bool:
-    """Tell whether a file is a test's, or installed, as those of pytest's plugins are."""
+    """Return whether a file is a test's, or installed, as those of pytest's plugins are."""
     found = place(guard, path)
     return found in guard.judged or found[:1] == "/"
 
@@ -269,7 +269,7 @@ def _sees_files(guard: Any, event: str, path: str, target: str, flags: Any) -> N
 
 
 def _holds_folder() -> bool:
-    """Tell whether this process has a folder open, so that a path may begin elsewhere than it seems."""
+    """Return whether this process has a folder open, so that a path may begin elsewhere than it seems."""
     for number in list_names("/proc/self/fd"):
         try:
             if S_ISDIR(stat_file(int(number)).st_mode):
@@ -289,7 +289,7 @@ def _user_of_ctypes(guard: Any) -> str:
 
 
 def _passes_on(guard: Any, code: Any) -> bool:
-    """Tell whether a code is of the import system or of ctypes itself."""
+    """Return whether a code is of the import system or of ctypes itself."""
     is_frozen = exact(code.co_filename).startswith(FROZEN)
     return knows(guard, code) if is_frozen else origin(guard, code).startswith(CTYPES)
 
@@ -317,7 +317,7 @@ def report(guard: Any, test: Any, outcome: Any) -> None:
 
 
 def _pytest_calls(guard: Any) -> bool:
-    """Tell whether there are only pytest and the recorder between here and the runner, and no test runs."""
+    """Return whether there are only pytest and the recorder between here and the runner, and no test runs."""
     # Other code could call everything that they call, and pytest itself calls what a test has registered.
     frame = below(guard)
     while frame is not None and frame is not guard.bottom:

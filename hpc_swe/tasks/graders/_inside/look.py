@@ -91,7 +91,7 @@ def _look_at_function(guard: Any, label: str, function: Any) -> None:
 
 
 def _is_defined(guard: Any, path: str, name: str) -> bool:
-    """Tell whether a file has a function of this name; if there is no file, whether any file of tests has."""
+    """Return whether a file has a function of this name; without a file, whether any file of tests has."""
     found = place(guard, path)
     return any(one == name for one, _ in read_codes(guard, found)) if found else name in guard.defined
 

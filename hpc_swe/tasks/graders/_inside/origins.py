@@ -1,4 +1,4 @@
-"""Tell which file a code is from, in a process that also runs hostile code.
+"""Find the file that a code is from, in a process that also runs hostile code.
 
 A text of the guard, see `guard`. Code can be compiled under the name of any file, so a name is believed only
 if that file has this very code. A file is believed only if it is older than the guard, since nothing in a
@@ -78,7 +78,7 @@ def tell_young(guard: Any, path: str) -> None:
 
 
 def is_installed(guard: Any, code: Any) -> bool:
-    """Tell whether a code is from an installed file, or from none: other code made it, which already runs."""
+    """Return whether a code is from an installed file, or from none, since running code made it."""
     if type(code) is not CodeType:
         return False
     name = exact(code.co_filename)
@@ -94,7 +94,7 @@ def origin(guard: Any, code: Any) -> str:
 
 
 def knows(guard: Any, code: Any) -> bool:
-    """Tell whether a code is ours, or was part of pytest, unittest or a plugin when these were learned."""
+    """Return whether a code is ours, or was part of pytest, unittest or a plugin when these were learned."""
     if id(code) not in guard.known and not guard.has_inner:  # those within functions are seldom asked for
         guard.has_inner = True
         guard.known.update((id(one), one) for one in nested(list(guard.known.values())))
@@ -102,7 +102,7 @@ def knows(guard: Any, code: Any) -> bool:
 
 
 def is_written(guard: Any, code: Any) -> bool:
-    """Tell whether a code is in the text of its file; pytest may have added to that of a test.
+    """Return whether a code is in the text of its file; pytest may have added to that of a test.
 
     The runner tells pytest to add nothing.
     """
@@ -179,7 +179,7 @@ def _compiled(guard: Any, text: bytes, path: str) -> Any:
 
 
 def names_ctypes(guard: Any, found: str) -> bool:
-    """Tell whether a file mentions ctypes, so that it is more than a way to call something else."""
+    """Return whether a file mentions ctypes, so that it is more than a way to call something else."""
     return any("ctypes" in name for one in read_codes(guard, found).values() for name in one.co_names)
 
 

@@ -208,7 +208,7 @@ def recording(base: Any, tell: Any, canaries: Any) -> Any:
 
 
 def _is_failed_import(test: Any) -> bool:
-    """Tell whether unittest made a test only to report that a module cannot be imported."""
+    """Return whether unittest made a test only to report that a module cannot be imported."""
     return type(test).__module__.partition(".")[0] == "unittest"
 
 

@@ -62,7 +62,7 @@ PLAIN = (*NUMBERS, str, bytes, bytearray, list, tuple, dict, OrderedDict, Counte
 
 
 def _compares_as(kind: type, kinds: tuple[type, ...]) -> bool:
-    """Tell whether values of a class are compared as those of one of these classes, its bases."""
+    """Return whether values of a class are compared as those of one of these classes, its bases."""
     compare: Any = kind.__eq__
     return any(issubclass(kind, one) and compare is one.__eq__ for one in kinds)
 

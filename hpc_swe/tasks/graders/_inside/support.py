@@ -73,7 +73,7 @@ def _top(path: str) -> str:
 
 
 def _asserts(text: str) -> bool:
-    """Tell whether a module looks like one of assertions: by its names, or a function that makes some."""
+    """Return whether a module looks like one of assertions: by its names, or a function that makes some."""
     top = ""
     for line in text.split("\n"):
         if line[:1].strip():

@@ -35,7 +35,7 @@ class Check:
     expected: tuple[object, ...]
 
     def accepts(self, answer: str) -> bool:
-        """Tell whether an answer is right; one that cannot be compared is wrong."""
+        """Return whether an answer is right; one that cannot be compared is wrong."""
         if self.how == "==":
             return answer == shortened(plain(self.expected[0]))
         if len(answer) > MOST_CHARACTERS or answer.startswith((OPAQUE, _LONG)):
@@ -46,13 +46,13 @@ class Check:
             return False
 
     def is_opaque(self, answer: str) -> bool:
-        """Tell whether only the process itself could compare what is answered."""
+        """Return whether only the process itself could compare what is answered."""
         is_long = answer.startswith(_LONG) and self.how != "=="
         return (OPAQUE in answer or is_long) and not self.accepts(answer)
 
 
 def is_plain(value: object) -> bool:
-    """Tell whether a value can be compared outside the sandbox; no number that equals nothing can."""
+    """Return whether a value can be compared outside the sandbox; no number that equals nothing can."""
     text = plain(value)
     return OPAQUE not in text and '"nan"' not in text
 

@@ -155,7 +155,7 @@ def demands(test: ast.expr) -> list[Demand]:
 
 
 def _has_truth(node: ast.expr) -> bool:
-    """Tell whether only the truth of a value is asserted, and no other value is compared with it there."""
+    """Return whether only the truth of a value is asserted, and no other value is compared with it there."""
     calls = [one.func for one in ast.walk(node) if isinstance(one, ast.Call)]
     names = [one.attr if isinstance(one, ast.Attribute) else ast.dump(one) for one in calls]
     compares = any(isinstance(one, ast.Compare) for one in ast.walk(node)) or any(

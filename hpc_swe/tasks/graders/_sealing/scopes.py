@@ -61,7 +61,7 @@ def scope_of_test(test: TestFunction, outer: Scope) -> Scope:
 
 
 def loops_over(statement: ast.For, scope: Scope) -> bool:
-    """Tell whether a loop runs over a table of the text that has a row."""
+    """Return whether a loop runs over a table of the text that has a row."""
     return bool(_rows(statement.iter, scope))
 
 

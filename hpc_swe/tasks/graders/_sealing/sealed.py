@@ -296,7 +296,7 @@ class _Sealer:
         return frozenset(missed)
 
     def _is_shared(self, cells: Cells, chosen: Sequence[_Chosen]) -> bool:
-        """Tell whether a table has a name that is read more than once."""
+        """Return whether a table has a name that is read more than once."""
         inside = set(map(id, cells.cells))
         bounds = {id(bound): bound for one, _ in chosen for bound in one.scope.values()}
         tables = [bound for bound in bounds.values() if isinstance(bound, ast.expr)]
@@ -361,7 +361,7 @@ def _imports(nodes: Iterable[ast.AST], module: str, name: str) -> bool:
 
 
 def _is_assertion(node: ast.AST) -> bool:
-    """Tell whether a node asserts something, in one of the usual ways."""
+    """Return whether a node asserts something, in one of the usual ways."""
     match node:
         case ast.Assert(test=test):
             return not isinstance(test, ast.Constant)
@@ -371,5 +371,5 @@ def _is_assertion(node: ast.AST) -> bool:
 
 
 def _is_expected_to_fail(nodes: Iterable[ast.AST]) -> bool:
-    """Tell whether a mark says that a failure is expected, so that each assertion must be able to fail."""
+    """Return whether a mark says that a failure is expected, so that each assertion must be able to fail."""
     return any(word in ast.dump(node) for node in nodes for word in ("xfail", "expectedFailure"))

@@ -41,7 +41,7 @@ def _of_body(body: list[ast.stmt], is_required: bool, scope: Scope) -> Iterator[
 
 
 def _swallows(context: ast.expr) -> bool:
-    """Tell whether a block may end well after a failure in it, by the names of what is called."""
+    """Return whether a block may end well after a failure in it, by the names of what is called."""
     calls = [one.func for one in ast.walk(context) if isinstance(one, ast.Call)]
     shown = calls if isinstance(context, ast.Call) else [context]
     return any(_SWALLOWS.search(ast.unparse(one)) for one in shown)
@@ -57,7 +57,7 @@ def _of_try(statement: ast.Try, is_required: bool, scope: Scope) -> Iterator[Ste
 
 
 def _leaves(statement: ast.stmt) -> bool:
-    """Tell whether a run may leave the body at this statement and still pass."""
+    """Return whether a run may leave the body at this statement and still pass."""
     is_loop = isinstance(statement, ast.For | ast.AsyncFor | ast.While)
     kinds = (ast.Return,) if is_loop else (ast.Return, ast.Break, ast.Continue)
     return any(isinstance(node, kinds) for node in own_nodes([statement]))

@@ -17,8 +17,8 @@ import pytest
 from hpc_swe.base.errors import ConfigError, SandboxError
 from hpc_swe.base.records import Task
 from hpc_swe.tasks import hidden_tests
-from hpc_swe.tasks.graders._changed_tests import places, second_sitting
-from hpc_swe.tasks.graders._changed_tests.second_sitting import SittingResult
+from hpc_swe.tasks.graders._changed_tests import places, retest
+from hpc_swe.tasks.graders._changed_tests.retest import RetestResult
 from hpc_swe.tasks.graders.base import DISAGREES, SILENT
 from hpc_swe.tasks.graders.swebench import Swebench
 from hpc_swe.tasks.hidden_tests import HiddenEdit, Version, with_versions
@@ -279,7 +279,7 @@ def test_honest_solutions_are_paid_however_they_are_written(sat):
         assert (score.outcome, score.reward) == ("resolved", 1.0), (text, score)
 
 
-def test_nothing_but_an_expectation_tells_one_sitting_from_the_other(sat):
+def test_nothing_but_an_expectation_tells_one_retest_from_the_other(sat):
     one, _ = sat
     patch_, command = one.tests.extra["test_patch"], one.tests.command
     for version in hidden_tests.versions_of(one):
@@ -298,8 +298,8 @@ def version(task: Task, old: str, new: str, *tests: str) -> str:
     return hidden_tests.encode_versions(task, [Version(edits=[edit], tests=list(tests), unsure=[])])
 
 
-def told(passed: str, failed: str = "") -> SittingResult:
-    return SittingResult(passed=frozenset(passed), ended=frozenset(passed + failed))
+def told(passed: str, failed: str = "") -> RetestResult:
+    return RetestResult(passed=frozenset(passed), ended=frozenset(passed + failed))
 
 
 @pytest.mark.parametrize(
@@ -318,13 +318,13 @@ def told(passed: str, failed: str = "") -> SittingResult:
         ("", "", told("bc", "a"), "disagrees"),
         ("", "", told("", "abc"), "disagrees"),
         ("", "", told(""), "silent"),
-        ("a", "", SittingResult(failure="timed out"), "silent"),
-        ("a", "", SittingResult(failure="a canary passed", cheat="a canary passed"), "cheats"),
+        ("a", "", RetestResult(failure="timed out"), "silent"),
+        ("a", "", RetestResult(failure="a canary passed", cheat="a canary passed"), "cheats"),
     ],
 )
-def test_a_later_sitting_wants_changed_tests_to_fail_and_others_to_pass(changed, unsure, came, kind):
+def test_a_later_retest_wants_changed_tests_to_fail_and_others_to_pass(changed, unsure, came, kind):
     one = Version(edits=[], tests=list(changed), unsure=list(unsure))
-    assert second_sitting.compare(one, "abc", came)[0] == kind
+    assert retest.compare(one, "abc", came)[0] == kind
 
 
 class Liar:
@@ -334,20 +334,20 @@ class Liar:
         self.sat = 0
         self.task, self.plan = task, plan
 
-    def __call__(self, _: Task) -> SittingResult:
+    def __call__(self, _: Task) -> RetestResult:
         """By number, since a plan may know the time; which tests are run it cannot know."""
         self.sat += 1
         plan, rest = self.plan(self.sat), frozenset(self.task.tests.pass_to_pass)
         wanted = rest.union(self.task.tests.fail_to_pass)
         return {
-            "lie": SittingResult(passed=wanted, ended=wanted),
-            "bow": SittingResult(passed=rest, ended=wanted),
-            "die": SittingResult(failure="the tests did not come to their end"),
+            "lie": RetestResult(passed=wanted, ended=wanted),
+            "bow": RetestResult(passed=rest, ended=wanted),
+            "die": RetestResult(failure="the tests did not come to their end"),
         }[plan]
 
 
 PLANS = {
-    "in each sitting": lambda _: "lie",
+    "in each retest": lambda _: "lie",
     "never again": lambda _: "bow",
     "in half of all": lambda _: choice(["lie", "bow"]),
     "in two of three": lambda _: choice(["lie", "lie", "bow"]),
@@ -358,25 +358,25 @@ PLANS = {
 }
 
 
-def grade(task: Task, sittings: int, run: Callable[[Task], SittingResult]) -> str:
-    """As the grader: a sitting that comes first, the run that decides, and the others."""
-    planned = second_sitting.plan(task, sittings)
+def grade(task: Task, retests: int, run: Callable[[Task], RetestResult]) -> str:
+    """As the grader: a retest that comes first, the run that decides, and the others."""
+    planned = retest.plan(task, retests)
     early = run(hidden_tests.with_edits(task, planned.early.edits)) if planned.early else None
     if not {*task.tests.fail_to_pass} <= run(task).passed:
         return "unresolved"
-    return second_sitting.regrade(task, planned, early, run)[0]
+    return retest.regrade(task, planned, early, run)[0]
 
 
-@pytest.mark.parametrize("sittings", [1, 2, 3, 5])
+@pytest.mark.parametrize("retests", [1, 2, 3, 5])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_a_submission_that_lies_is_believed_in_one_series_of_coins_at_most(
-    repository, tmp_path, plan, sittings
+    repository, tmp_path, plan, retests
 ):
-    """Within six standard deviations of one in 2 ** sittings."""
+    """Within six standard deviations of one in 2 ** retests."""
     one = task(tmp_path, "unittest", repository[1])
     one = with_versions(one, version(one, "(1, 2, 3)", "(1, 2, 4)", *one.tests.fail_to_pass))
-    times, odds = 2000, 1 / 2**sittings
-    paid = sum(grade(one, sittings, Liar(one, plan)) == "agrees" for _ in range(times))
+    times, odds = 2000, 1 / 2**retests
+    paid = sum(grade(one, retests, Liar(one, plan)) == "agrees" for _ in range(times))
     assert paid <= times * odds + 6 * sqrt(times * odds * (1 - odds))
 
 
@@ -384,12 +384,12 @@ def test_half_of_the_first_runs_have_changed_tests(repository, tmp_path):
     """So a submission that knows that it runs for the first time does not know what is asked."""
     one = task(tmp_path, "unittest", repository[1])
     one = with_versions(one, version(one, "(1, 2, 3)", "(1, 2, 4)", *one.tests.fail_to_pass))
-    for sittings in (1, 5):
-        plans = [second_sitting.plan(one, sittings) for _ in range(400)]
+    for retests in (1, 5):
+        plans = [retest.plan(one, retests) for _ in range(400)]
         assert 140 < sum(bool(each.early) for each in plans) < 260
         for each in plans:
             sat = [*([each.early] if each.early else []), *each.later]
-            assert len(sat) == sittings
+            assert len(sat) == retests
             assert any(one.edits for one in sat)
 
 
@@ -403,7 +403,7 @@ def test_tests_that_pass_anyway_are_changed_by_a_coin_of_their_own(repository, t
     counts: Counter[tuple[bool, bool]] = Counter()
     texts = set()
     for _ in range(300):
-        for each in second_sitting.plan(one, 5).later:
+        for each in retest.plan(one, 5).later:
             counts[tuple(set(own) <= set(each.tests) for own in names)] += 1
             texts |= {edit.new for edit in each.edits}
     assert texts == {"8", "9"}
@@ -411,30 +411,30 @@ def test_tests_that_pass_anyway_are_changed_by_a_coin_of_their_own(repository, t
     assert min(counts.values()) > sum(counts.values()) / 6
 
 
-def test_honest_work_agrees_whatever_the_coins_and_silent_sittings_repeat(repository, tmp_path):
+def test_honest_work_agrees_whatever_the_coins_and_silent_retests_repeat(repository, tmp_path):
     one = task(tmp_path, "unittest", repository[1])
     one = with_versions(one, version(one, "(1, 2, 3)", "(1, 2, 4)", *one.tests.fail_to_pass))
     wanted = frozenset([*one.tests.fail_to_pass, *one.tests.pass_to_pass])
 
-    def sit(task: Task) -> SittingResult:
+    def sit(task: Task) -> RetestResult:
         sat.append(task)
         if len(sat) <= silent:
-            return SittingResult(failure="timed out")
+            return RetestResult(failure="timed out")
         is_changed = "(1, 2, 4)" in task.tests.command
-        return SittingResult(
+        return RetestResult(
             passed=wanted.difference(one.tests.fail_to_pass if is_changed else ()), ended=wanted
         )
 
-    def regrade(sittings: int) -> tuple[str, str]:
-        return second_sitting.regrade(one, second_sitting.plan(one, sittings), None, sit)
+    def regrade(retests: int) -> tuple[str, str]:
+        return retest.regrade(one, retest.plan(one, retests), None, sit)
 
-    for silent in range(second_sitting.MOST_REPEATS + 1):
+    for silent in range(retest.MOST_REPEATS + 1):
         for _ in range(50):
             sat: list[Task] = []
             assert regrade(5) == ("agrees", "")
             assert len(sat) == 5 + silent
             assert any("(1, 2, 4)" in task.tests.command for task in sat[silent:])
-    silent, sat = second_sitting.MOST_REPEATS + 1, []
+    silent, sat = retest.MOST_REPEATS + 1, []
     assert regrade(5) == ("silent", "timed out")
     assert len(sat) == silent
     assert regrade(0) == ("agrees", "")
@@ -445,7 +445,7 @@ def test_which_place_and_text_are_asked_for_is_drawn_each_time(sat):
     one, _ = sat
     count: Counter[str] = Counter()
     for _ in range(200):
-        planned = second_sitting.plan(one, 1)
+        planned = retest.plan(one, 1)
         (drawn,) = [planned.early] if planned.early else planned.later
         assert {*one.tests.fail_to_pass} <= {*drawn.tests, *drawn.unsure}
         count.update([hidden_tests.with_edits(one, drawn.edits).tests.extra["test_patch"]])
@@ -462,8 +462,8 @@ if not book.exists():
 """
 
 
-def test_who_lies_in_the_first_sitting_alone_is_not_paid(repository, tmp_path):
-    """As a submission could by its clock. Here it has a file, and later sittings enough to be seen."""
+def test_who_lies_in_the_first_retest_alone_is_not_paid(repository, tmp_path):
+    """As a submission could by its clock. Here it has a file, and later test runs enough to be seen."""
     one = task(tmp_path, "unittest", repository[1])
     one = with_versions(one, version(one, "(1, 2, 3)", "(1, 2, 4)", *one.tests.fail_to_pass))
     text = CLOCK.replace("@BOOK@", str(tmp_path / "book")).format("def add(a, b): return a + b")
@@ -471,7 +471,7 @@ def test_who_lies_in_the_first_sitting_alone_is_not_paid(repository, tmp_path):
     submission = patch("calc/core.py", BROKEN, text + DOUBLE)
     score = Swebench(second_sittings=14).grade(one, submission, Checkout(repository=str(repository[0])))
     assert score.outcome == "unresolved", score
-    if score.reward == GRADER.cheated_reward:  # else a sitting with changed tests came first
+    if score.reward == GRADER.cheated_reward:  # else a retest with changed tests came first
         assert score.passed == []
         assert score.detail.startswith(f"{DISAGREES}: test_add "), score
 
@@ -503,17 +503,17 @@ def test_every_changed_patch_fits_the_base_commit(repository, tmp_path):
 
     def sit(changed):
         tried.add(changed.tests.extra["test_patch"])
-        return SittingResult(failure="not run")
+        return RetestResult(failure="not run")
 
     for seed in range(20):
-        second_sitting.choose_versions(one, {"tests/test_it.py": "\n".join([*after, ""])}, sit, Random(seed))
+        retest.choose_versions(one, {"tests/test_it.py": "\n".join([*after, ""])}, sit, Random(seed))
     assert len(tried) > 10
     for text in tried:
         subprocess.run(["git", "apply", "--check", "-"], input=text, text=True, cwd=tmp_path, check=True)
 
 
 @pytest.mark.parametrize("deed", ["time.sleep(60)", "import os; os._exit(0)", "1 / 0"])
-def test_who_silences_every_later_sitting_is_not_accused_and_not_paid(repository, sandboxes, tmp_path, deed):
+def test_who_silences_every_later_retest_is_not_accused_and_not_paid(repository, sandboxes, tmp_path, deed):
     one = task(tmp_path, "unittest", repository[1])
     one = with_versions(one, version(one, "(1, 2, 3)", "(1, 2, 4)", *one.tests.fail_to_pass))
     one = msgspec.structs.replace(one, tests=msgspec.structs.replace(one.tests, timeout_s=4.0))
@@ -530,16 +530,16 @@ def test_a_change_that_the_reference_does_not_answer_is_not_chosen(repository, t
     texts = {"tests/test_core.py": UNITTESTS + MORE_UNITTESTS}
     wanted = frozenset([*one.tests.fail_to_pass, *one.tests.pass_to_pass])
     for came in (
-        SittingResult(failure="timed out"),
-        SittingResult(passed=wanted, ended=wanted),
-        SittingResult(),
+        RetestResult(failure="timed out"),
+        RetestResult(passed=wanted, ended=wanted),
+        RetestResult(),
     ):
-        versions, why = second_sitting.choose_versions(one, texts, lambda _, came=came: came, Random(1))
+        versions, why = retest.choose_versions(one, texts, lambda _, came=came: came, Random(1))
         assert versions == []
         assert "gave no result" in why
     rest = frozenset(one.tests.pass_to_pass)
-    versions, _ = second_sitting.choose_versions(
-        one, texts, lambda _: SittingResult(passed=rest, ended=wanted), Random(1)
+    versions, _ = retest.choose_versions(
+        one, texts, lambda _: RetestResult(passed=rest, ended=wanted), Random(1)
     )
     assert [(v.tests, v.unsure) for v in versions] == [(one.tests.fail_to_pass, [])] * 2, "both places"
 
@@ -551,14 +551,14 @@ def test_tests_that_pass_anyway_are_changed_only_beside_needed_ones(repository, 
     names = one.tests.fail_to_pass
     tests = msgspec.structs.replace(one.tests, fail_to_pass=others, pass_to_pass=names)
     one = msgspec.structs.replace(one, tests=tests)
-    came = SittingResult(passed=frozenset(others), ended=frozenset([*others, *names]))
+    came = RetestResult(passed=frozenset(others), ended=frozenset([*others, *names]))
     texts = {"tests/test_core.py": UNITTESTS + MORE_UNITTESTS}
-    versions, _ = second_sitting.choose_versions(one, texts, lambda _: came, Random(1))
+    versions, _ = retest.choose_versions(one, texts, lambda _: came, Random(1))
     assert bool(versions) == (not others)
 
 
 class FailingLater(Checkout, frozen=True, kw_only=True):
-    """A host that has no more sandboxes when the first sitting is over."""
+    """A host that has no more sandboxes when the first test run is over."""
 
     opened: list[str]
     most: int = 1
@@ -572,7 +572,7 @@ class FailingLater(Checkout, frozen=True, kw_only=True):
             yield sandbox
 
 
-def test_a_host_that_fails_in_the_second_sitting_makes_no_verdict(repository, tmp_path):
+def test_a_host_that_fails_in_the_retest_makes_no_verdict(repository, tmp_path):
     one = task(tmp_path, "unittest", repository[1])
     one = with_versions(one, version(one, "(1, 2, 3)", "(1, 2, 4)", *one.tests.fail_to_pass))
     with pytest.raises(SandboxError, match="no more"):
