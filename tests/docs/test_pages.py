@@ -60,6 +60,28 @@ def test_the_pages_stay_short_enough_to_be_read():
     assert sum(len(text.splitlines()) for text in texts) <= LINES
 
 
+def test_each_message_of_the_page_of_messages_is_one_of_the_code_s():
+    page = (ROOT / "docs/messages.md").read_text(encoding="utf-8")
+    sources = [
+        path.read_text(encoding="utf-8")
+        for room in ("hpc_swe", "jobs")
+        for path in (ROOT / room).rglob("*.py")
+    ]
+    code = re.sub(r'"\s+f?"', "", "\n".join(sources)).lower()  # texts that stand on several lines
+    titles = [
+        " ".join(title.split()) for title in re.findall(r"^\* \*\*(.*?)\*\*", page, re.MULTILINE | re.DOTALL)
+    ]
+    quoted = [text for title in titles for text in re.findall(r"`([^`]+)`", title)]
+    assert len(quoted) > 30
+    assert [text for text in quoted if longest_piece(text) not in code] == []
+
+
+def longest_piece(message):
+    """Return the longest piece of a message that holds nothing which the code fills in."""
+    pieces = re.split(r"\.\.+|[:,()]|\b\d+\b|stacks/|^waits for", message)
+    return max((piece.strip().lower() for piece in pieces), key=len)
+
+
 def anchors(page):
     """Return what GitHub makes of the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
