@@ -116,6 +116,8 @@ RULES = (
     (r"sbatch/tensorboard.sh FOLDER.*", RUN, "{curves}sbatch/tensorboard.sh evals 0 {until_served}"),
     (r"sbatch/tick.sh FOLDER", RUN, "sbatch/tick.sh runs"),
     (r"(ls|touch) (requests|episodes|control)(.*)", RUN, r"cd evals/mine && \g<0>"),
+    (r"pip (?:wheel|install) .*", LOOKED_UP, NETWORK),
+    (r"hpc-swe demo", LOOKED_UP, MINUTES),
     (r"kill -9 PID", LOOKED_UP, "would end a process"),
     (r"(crontab) (sbatch/crontab.example)", PLANNED, r"\1 -n \2"),
     (r"python -m pytest (.*)", PLANNED, r"python -m pytest --collect-only -q \1 > /dev/null"),
