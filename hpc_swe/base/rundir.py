@@ -6,7 +6,7 @@ from typing import get_args
 
 from hpc_swe.base.records import Role, WeightVersion
 
-PROTOCOL = 2
+PROTOCOL = 3
 SPOOLS = ("requests", "episodes", "scored")
 
 

@@ -78,14 +78,6 @@ def from_words(words: Sequence[str], base: RunConfig | None = None, base_source:
     return read(*files, overrides=overrides, base=base, base_source=base_source)
 
 
-def given(words: Sequence[str]) -> dict[str, Any]:
-    """Return what the words and files of a command line say, as one tree without defaults."""
-    tree: dict[str, Any] = {}
-    for word in words:
-        _merge(tree, parse_override(word)[1] if "=" in word else _parse(Path(word)))
-    return tree
-
-
 def build(tree: dict[str, Any], source: str, parts: Sequence[tuple[str, dict[str, Any]]] = ()) -> RunConfig:
     """Build the configuration that a merged tree describes; raise ConfigError with one line for each fault.
 

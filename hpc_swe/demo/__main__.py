@@ -108,7 +108,7 @@ class Demo:
         if config.executor.is_here:
             config = configuration.from_words([*words, "executor.foreground=true"])
         if not run.finished.exists():
-            run_control.start(run, config, words)
+            run_control.start(run, config)
             watched(name, run, config, 60 * self.stage_minutes)
         return run
 

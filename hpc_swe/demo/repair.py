@@ -34,7 +34,7 @@ from hpc_swe.config.settings import RunConfig
 from hpc_swe.demo import learned
 from hpc_swe.demo.learned import ModelResult
 from hpc_swe.demo.stages import newest, of_stage, watched
-from hpc_swe.launch import control, existing, trajectories
+from hpc_swe.launch import checks, control, existing, trajectories
 from hpc_swe.view.evaluation import results, start
 
 DECODINGS = {"sampled": 1.0, "greedy": 0.0}
@@ -120,7 +120,7 @@ class Repair:
         run = RunDir((self.root / name).absolute())
         if run.finished.exists():
             config = trajectories.resolved(run, config, [])
-            control.require_alike(run, config)
+            checks.require_alike(run, config)
             if config.mode == "eval" or config.steps <= existing.load(run).steps:
                 return run
         clock = Clock(self._spent(name), held_gpus(config))
@@ -128,7 +128,7 @@ class Repair:
         if left_s <= 0:
             return run
         try:
-            control.start(run, config, self.words)
+            control.start(run, config)
             watched(name, run, existing.load(run), left_s, clock.note)
         except DeadlineError:
             clock.note(0.0)

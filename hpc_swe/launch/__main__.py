@@ -10,9 +10,9 @@ from hpc_swe.base import cli
 from hpc_swe.base.errors import ConfigError, DeadlineError
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.config import config as configuration
-from hpc_swe.launch import create, existing, submit
-from hpc_swe.launch.control import print_result, start, stop
-from hpc_swe.launch.preview import preview
+from hpc_swe.launch import checks, create, existing, preview, submit
+from hpc_swe.launch.control import carry_out, print_result, stop
+from hpc_swe.launch.plan import plan_start
 from hpc_swe.launch.watch import left, watch
 
 
@@ -67,10 +67,12 @@ def _start(arguments: argparse.Namespace) -> None:
     if base:
         existing.enter(run)
     config = configuration.from_words(arguments.config, base, str(run.config))
+    plan = plan_start(run, config)
     if arguments.dry_run:
-        preview(run, config, arguments.config)
+        preview.show(plan)
+        checks.require(plan)
         return
-    print_result(run, start(run, config, arguments.config, upgrade=arguments.upgrade))
+    print_result(run, carry_out(plan, upgrade=arguments.upgrade))
     if arguments.wait is None:
         return
     try:

@@ -14,18 +14,21 @@ from urllib.parse import urlsplit
 from msgspec.structs import replace
 
 from hpc_swe.base.errors import ConfigError, EngineError
-from hpc_swe.base.records import Role
+from hpc_swe.base.records import Role, RunManifest
 from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic, orders
 from hpc_swe.cluster.executors.base import (
     LEARNER_PROCESSES,
     GpuGrant,
     own_environment,
 )
+from hpc_swe.config import config as configuration
 from hpc_swe.config import conflicts, job_counts
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.config.tokenization import token_builder
-from hpc_swe.launch import create, demonstrations, estimate, existing, submit
-from hpc_swe.launch.create import Taken
+from hpc_swe.launch import create, demonstrations, existing
+from hpc_swe.launch.estimate import RoleJobs
+from hpc_swe.launch.plan import RunPlan
 from hpc_swe.models import builds
 from hpc_swe.models.costs import GIB
 from hpc_swe.models.engines.base import EngineInfo
@@ -34,28 +37,22 @@ from hpc_swe.models.policies.base import Policy
 from hpc_swe.models.weight_files import locate, require_tensors
 
 
-def require(run: RunDir, config: RunConfig) -> Taken:
-    """Run all checks and return what a new run works on; a run that exists has that already.
-
-    Raise ConfigError with one line for each complaint.
-    """
-    found = [complaint for check in CHECKS for complaint in check(run, config)]
-    taken = Taken({})
-    if not run.config.exists():
-        try:
-            taken = create.take(config)
-        except ConfigError as error:
-            found.append(str(error))
+def require(plan: RunPlan) -> None:
+    """Raise ConfigError, with one line for each complaint, if the plan cannot be carried out."""
+    found = [complaint for check in CHECKS for complaint in check(plan)]
+    found += plan.complaints
     if found:
         raise ConfigError("\n".join(dict.fromkeys(found)))
-    return taken
+    if plan.made:
+        require_alike(plan.run, plan.config)
 
 
-def _folder(run: RunDir, config: RunConfig) -> Iterator[str]:
-    yield from _complaints(lambda: create.require_free(run, config))
+def _folder(plan: RunPlan) -> Iterator[str]:
+    yield from _complaints(lambda: create.require_free(plan.run, plan.config))
 
 
-def _counts(_: RunDir, config: RunConfig) -> Iterator[str]:
+def _counts(plan: RunPlan) -> Iterator[str]:
+    config = plan.config
     counts = [config.counts.get(role, 1) for role in job_counts.ROLES[config.mode]]
     if not any(counts):  # the folder is made, and a person starts every job
         return
@@ -72,25 +69,25 @@ def _counts(_: RunDir, config: RunConfig) -> Iterator[str]:
         yield "steps = 0: there is nothing to do; ask for at least one step"
 
 
-def _rules(run: RunDir, config: RunConfig) -> Iterator[str]:
+def _rules(plan: RunPlan) -> Iterator[str]:
     """Check the rules of new runs; an older run that breaks one goes on, until the key changes."""
-    is_old = run.config.exists() and run.manifest.exists()
-    known = set(conflicts.of_new_runs(existing.load(run))) if is_old else set()
-    yield from (message for message in conflicts.of_new_runs(config) if message not in known)
+    known = set(conflicts.of_new_runs(plan.made)) if plan.made else set()
+    yield from (message for message in conflicts.of_new_runs(plan.config) if message not in known)
 
 
-def _model(_: RunDir, config: RunConfig) -> Iterator[str]:
+def _model(plan: RunPlan) -> Iterator[str]:
     """Check the model's files; the weights only for roles that load them."""
-    model, wanted, engine = Path(config.model), _wanted(config), config.engine
-    served = _serves(config) and engine.loads_weights
+    config, engine = plan.config, plan.config.engine
+    model = Path(config.model)
+    served = _serves(plan) and engine.loads_weights
     if unreadable := [*_unreadable(model)]:
         yield from unreadable
         return
-    if served or "learner" in wanted:
+    if served or "learner" in plan.jobs:
         yield from _weights("model", model)
-    if _needs_reference(config):
+    if _needs_reference(plan):
         yield from _weights("reference", Path(config.reference))
-    if "rollout" in wanted:
+    if "rollout" in plan.jobs:
         yield from _complaints(lambda: token_builder(config))
     elif (config.mode, config.sft.source) == ("sft", "demonstrations"):
         yield from _complaints(lambda: demonstrations.check(config))
@@ -106,9 +103,10 @@ def _unreadable(model: Path) -> Iterator[str]:
         yield from _complaints(partial(refuse_mark, path))
 
 
-def _needs_reference(config: RunConfig) -> bool:
+def _needs_reference(plan: RunPlan) -> bool:
     """Return whether this start makes a learner that loads another folder for its KL term."""
-    return bool("learner" in _wanted(config) and config.learner.loss.kl_coefficient > 0 and config.reference)
+    has_term = plan.config.learner.loss.kl_coefficient > 0
+    return "learner" in plan.jobs and has_term and bool(plan.config.reference)
 
 
 def _lacks(name: str, folder: Path) -> str:
@@ -134,10 +132,10 @@ def _weights(key: str, folder: Path) -> Iterator[str]:
     yield from _complaints(lambda: locate(folder))
 
 
-def _policy(_: RunDir, config: RunConfig) -> Iterator[str]:
+def _policy(plan: RunPlan) -> Iterator[str]:
     """Check that the policy, which somebody else may have written, takes what the learner passes to it."""
     wanted = list(inspect.signature(Policy.build).parameters)[1:]
-    found, kind = inspect.signature(config.policy.build), type(config.policy)
+    found, kind = inspect.signature(plan.config.policy.build), type(plan.config.policy)
     try:
         found.bind(*wanted)
     except TypeError as error:
@@ -149,39 +147,38 @@ def _policy(_: RunDir, config: RunConfig) -> Iterator[str]:
         )
 
 
-def _parallel(_: RunDir, config: RunConfig) -> Iterator[str]:
-    model, wanted, engine, policy = Path(config.model), _wanted(config), config.engine, config.policy
+def _parallel(plan: RunPlan) -> Iterator[str]:
+    config, engine, policy = plan.config, plan.config.engine, plan.config.policy
+    model = Path(config.model)
     if not (model / "config.json").is_file():
         return
-    if "learner" in wanted:
+    if "learner" in plan.jobs:
         complaints = [*_complaints(lambda: policy.check_model(model, config.learner.data_parallel))]
         yield from complaints
-        if _needs_reference(config) and not complaints:
+        if _needs_reference(plan) and not complaints:
             shape, reference = ModelShape.read(model), Path(config.reference)
             yield from _complaints(lambda: require_tensors(reference, shape, "reference"))
-    if _serves(config):
+    if _serves(plan):
         yield from _complaints(lambda: engine.check_model(model))
 
 
-def _jobs(run: RunDir, config: RunConfig) -> Iterator[str]:
-    for role in _wanted(config):
-        order = submit.submission(run, config, role, 1, job_counts.desired(config)[role])
-        yield from _complaints(lambda order=order: config.executor.check(order))  # type: ignore[misc]
+def _jobs(plan: RunPlan) -> Iterator[str]:
+    for each in plan.submissions:
+        yield from _complaints(partial(plan.config.executor.check, each))
 
 
-def _gpus(_: RunDir, config: RunConfig) -> Iterator[str]:
+def _gpus(plan: RunPlan) -> Iterator[str]:
     """Check that each job gets as many GPUs as its processes compute on, and no more, which others need."""
-    for role in _wanted(config):
-        needed, grant = job_counts.gpus(role, config), config.executor.gpu_grant(role)
+    for role, jobs in plan.jobs.items():
+        needed, grant = jobs.gpus, jobs.gpu_grant
         if needed is None or grant is None or grant.count == needed:
             continue
-        own = job_counts.processes(role, config)
         if grant.count > needed:
-            if role == "inference" or _knows_engines(config):
-                yield _surplus(role, needed, grant, config)
+            if role == "inference" or _knows_engines(plan.config):
+                yield _surplus(role, jobs, grant)
             continue
         why, device = ("engine.tensor_parallel", "engine")
-        if role == "learner" and needed > own:
+        if role == "learner" and needed > jobs.processes:
             why = "hybrid: counts.inference * engine.tensor_parallel"
         elif role == "learner":
             why, device = LEARNER_PROCESSES, "policy"
@@ -191,17 +188,11 @@ def _gpus(_: RunDir, config: RunConfig) -> Iterator[str]:
         )
 
 
-def _host_memory(_: RunDir, config: RunConfig) -> Iterator[str]:
+def _host_memory(plan: RunPlan) -> Iterator[str]:
     """Check that the learner's job gets the host memory that it surely keeps."""
-    grant = config.executor.memory_grant("learner")
-    if grant is None or not (Path(config.model) / "config.json").is_file():
-        return
-    try:
-        parts = estimate.host(config)
-    except ConfigError:  # `_parallel` says it
-        return
+    grant, parts = plan.jobs["learner"].memory_grant if "learner" in plan.jobs else None, plan.costs.host
     needed = sum(part.bytes for part in parts) / GIB
-    if needed > grant.gib:
+    if grant and needed > grant.gib:
         listed = ", ".join(f"{part.what} {part.bytes / GIB:.1f}" for part in parts)
         yield (
             f"[executor] {grant.key} is less than the {needed:.1f} GiB of host memory that the learner's job "
@@ -209,14 +200,12 @@ def _host_memory(_: RunDir, config: RunConfig) -> Iterator[str]:
         )
 
 
-def _surplus(role: Role, needed: int, grant: GpuGrant, config: RunConfig) -> str:
-    size, device = "engine.tensor_parallel", "engine"
+def _surplus(role: Role, jobs: RoleJobs, grant: GpuGrant) -> str:
+    size, device, needed = "engine.tensor_parallel", "engine", jobs.gpus or 0
     if role == "learner":
         size, device = "learner.data_parallel", "policy"
     more = f"raise {size} to use them" if needed else f"set {device}.device = 'gpu'"
-    request = config.executor.request(role, 1, 1)
-    nodes = request.nodes if request else 1
-    each = f"{needed // nodes} on each node" if nodes > 1 else f"{needed}"
+    each = f"{needed // jobs.nodes} on each node" if jobs.nodes > 1 else f"{needed}"
     return (
         f"[executor] {grant.key} gives a job of {role} {grant.count} GPUs, but it computes on {needed}; ask "
         f"for {each}, or {more}"
@@ -228,47 +217,46 @@ def _knows_engines(config: RunConfig) -> bool:
     return not job_counts.is_hybrid(config) or config.engine.gpus is not None
 
 
-def _gpu_memory(_: RunDir, config: RunConfig) -> Iterator[str]:
+def _gpu_memory(plan: RunPlan) -> Iterator[str]:
     """Check that the GPUs of learner and engines have what these need at least, where it is known."""
-    for need in estimate.gpu_needs(config):
+    for need in plan.costs.gpus:
         if need.known_gib and need.least_gib > need.known_gib:
             yield f"{need.what} does not fit: {need.verdict}; {need.remedy}"
 
 
-def _builds(_: RunDir, config: RunConfig) -> Iterator[str]:
+def _builds(plan: RunPlan) -> Iterator[str]:
     """Check that torch, vLLM and, where jobs run here, the driver can compute on the configured devices."""
-    found = builds.installed()
+    found, config = builds.installed(), plan.config
     if config.executor.is_here:
         found = replace(found, driver_cuda=builds.driver())
-    plugins: list[builds.NeedsBuild] = [config.policy] if "learner" in _wanted(config) else []
-    plugins += [config.engine] if _serves(config) else []
+    plugins: list[builds.NeedsBuild] = [config.policy] if "learner" in plan.jobs else []
+    plugins += [config.engine] if _serves(plan) else []
     for each in plugins:
         if problem := each.build_problem(found):
             yield problem
 
 
-def _nodes(_: RunDir, config: RunConfig) -> Iterator[str]:
-    executor, processes = config.executor, job_counts.processes("learner", config)
-    request = executor.request("learner", 1, processes) if job_counts.is_hybrid(config) else None
-    if request and request.nodes > 1:
+def _nodes(plan: RunPlan) -> Iterator[str]:
+    nodes = plan.jobs["learner"].nodes if "learner" in plan.jobs else 1
+    if job_counts.is_hybrid(plan.config) and nodes > 1:
         yield (
-            f"hybrid = true needs one node, but [executor] roles.learner.nodes = {request.nodes}: engines "
-            "share the learner's GPUs"
+            f"hybrid = true needs one node, but [executor] roles.learner.nodes = {nodes}: engines share "
+            "the learner's GPUs"
         )
 
 
-def _machine(_: RunDir, config: RunConfig) -> Iterator[str]:
+def _machine(plan: RunPlan) -> Iterator[str]:
     """Check this machine where jobs run here; on a cluster the workers check their nodes."""
-    wanted, executor = job_counts.desired(config), config.executor
-    if config.mode != "sft" and executor.is_here:
-        yield from _complaints(config.sandbox.check)
+    executor, counts = plan.config.executor, {role: jobs.count for role, jobs in plan.jobs.items()}
+    if plan.config.mode != "sft" and executor.is_here:
+        yield from _complaints(plan.config.sandbox.check)
     if executor.is_here:
-        yield from _complaints(lambda: executor.check_machine(wanted, own_environment()))
+        yield from _complaints(lambda: executor.check_machine(counts, own_environment()))
 
 
-def _engine(run: RunDir, config: RunConfig) -> Iterator[str]:
-    if config.inference.url and "inference" in job_counts.desired(config):
-        yield from _complaints(lambda: _require_usable(config, create.key(run, config)))
+def _engine(plan: RunPlan) -> Iterator[str]:
+    if plan.config.inference.url and "inference" in job_counts.ROLES[plan.config.mode]:
+        yield from _complaints(lambda: _require_usable(plan.config, create.key(plan.run, plan.config)))
 
 
 def _require_usable(config: RunConfig, key: str) -> None:
@@ -321,13 +309,46 @@ def _is_loopback(url: str) -> bool:
         return host == "localhost"
 
 
-def _serves(config: RunConfig) -> bool:
+def _serves(plan: RunPlan) -> bool:
     """Return whether the run starts engines, in jobs of their own or in the learner's."""
-    return job_counts.is_hybrid(config) or "inference" in _wanted(config)
+    return job_counts.is_hybrid(plan.config) or "inference" in plan.jobs
 
 
-def _wanted(config: RunConfig) -> list[Role]:
-    return [role for role, count in job_counts.desired(config).items() if count]
+def differences(run: RunDir, config: RunConfig) -> list[str]:
+    """List the keys that may not change but differ from the run's, as ``key: old -> new``."""
+    manifest = atomic.get(run.manifest, RunManifest)
+    found = configuration.forbidden_changes(existing.load(run), config, Path(manifest.folder))
+    models = [change for change in found if change.startswith("model:")]
+    if models and create.digest(Path(config.model)) == manifest.model_sha256:
+        found.remove(models[0])  # the same model in another folder
+    return found
+
+
+def require_alike(run: RunDir, config: RunConfig) -> None:
+    """Raise ConfigError with the keys that differ, of those that decide what the run trains."""
+    follows = "it follows steps; for more of them, start another run from its last weights"
+    refused = [
+        f"{change} ({follows})" if change.startswith("learner.optimizer.decay_steps") else change
+        for change in differences(run, config)
+    ]
+    if refused:
+        raise ConfigError(
+            f"{run.root} exists with another configuration, and these keys decide what it trains: "
+            f"{'; '.join(refused)}. Continue with the old values (`launch start --run {run.root}`), or "
+            f"name another folder with {create.option(config)}"
+        )
+    _require_size(run, config)
+
+
+def _require_size(run: RunDir, config: RunConfig) -> None:
+    """Raise ConfigError if a learner's job goes on that has another number of processes."""
+    old, new = (job_counts.processes("learner", each) for each in (existing.load(run), config))
+    jobs = config.executor.queue(run) if old != new and not orders.active(run) else []
+    if any(job.role == "learner" and job.state != "broken" for job in jobs):
+        raise ConfigError(
+            f"{run.root}: [policy] divides the learner among {new} processes, but its job has {old}; "
+            "`launch stop` it first"
+        )
 
 
 def _complaints(check: Callable[[], object]) -> Iterator[str]:

@@ -8,27 +8,22 @@ import secrets
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from hpc_swe.agents.sandboxes.base import ImageSandboxes
 from hpc_swe.base import shipped
 from hpc_swe.base.errors import ConfigError, CorruptRecord, StorageError
-from hpc_swe.base.records import RunManifest, Split, Task
+from hpc_swe.base.records import RunManifest
 from hpc_swe.base.rundir import PROTOCOL, RunDir
 from hpc_swe.base.store import atomic, folders, tasks, trajectories
-from hpc_swe.base.store.trajectories import Trajectory
 from hpc_swe.cluster.executors.base import own_environment
 from hpc_swe.cluster.processes import completed
 from hpc_swe.config import config as configuration
-from hpc_swe.config import conflicts
 from hpc_swe.config.settings import RunConfig
-from hpc_swe.launch import trajectories as conversations
-from hpc_swe.tasks import task_checks
+from hpc_swe.launch.plan import Taken
 
 ENGINE_KEY = "VLLM_API_KEY"  # the environment variable of `launch start` that holds an engine's key
 MAKING = ".making"  # folder below the run's in which a start prepares the files
@@ -42,16 +37,8 @@ PACKAGES = ("hpc_swe", "jobs")
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Taken:
-    """Hold what a run works on, taken once: its tasks by split, and what an SFT run trains."""
-
-    tasks: Mapping[Split, Sequence[Task]]
-    trajectories: Sequence[Trajectory] = ()
-
-
 def create(run: RunDir, config: RunConfig, taken: Taken) -> bool:
-    """Create the run with what `take` took; return False when another start has created it."""
+    """Create the run; return False when another start has created it."""
     try:
         with atomic.storage(run.root):
             run.root.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -187,7 +174,7 @@ def _place(run: RunDir) -> dict[str, Any]:
 def note_place(run: RunDir) -> None:
     """Note where a run is that was moved or restored, so that copies at its old path are told from it."""
     made = atomic.get(run.manifest, RunManifest)
-    if made.root and (noted := msgspec.structs.replace(made, **_place(run))) != made:
+    if (noted := msgspec.structs.replace(made, **_place(run))) != made:
         atomic.put(run.manifest, noted)
 
 
@@ -206,8 +193,6 @@ def renew_code(run: RunDir) -> None:
     manifest = atomic.get(run.manifest, RunManifest)
     renewed = msgspec.structs.replace(manifest, commit=_commit(), environment=own_environment())
     atomic.write(run.made, atomic.read(run.config))
-    if not manifest.root:  # of a run that an older version has made
-        renewed = msgspec.structs.replace(renewed, **_place(run))
     atomic.put(run.manifest, renewed)
 
 
@@ -255,98 +240,6 @@ def replace(new: Path, final: Path) -> None:
             final.rename(atomic.temporary(final))
         new = moved
     new.rename(final)
-
-
-def take(config: RunConfig) -> Taken:
-    """Return what a new run works on; raise ConfigError if it is nothing, or if some cannot be used."""
-    for doubt in conflicts.doubts(config):
-        log.warning("%s", doubt)
-    if conversations.is_source(config):
-        return Taken({}, conversations.take(config))
-    if (config.mode, config.sft.source) == ("sft", "episodes"):
-        conversations.require_same_tokenizer(config)
-    return Taken(_take_tasks(config))
-
-
-def _require_images(config: RunConfig, tasks: Sequence[Task]) -> None:
-    """Raise ConfigError if some tasks have no image; jobs on other nodes would find out one by one."""
-    workers = [config.counts.get(role, 1) for role in ("rollout", "reward")]
-    if config.mode == "sft" or not any(workers) or not isinstance(config.sandbox, ImageSandboxes):
-        return
-    folder = Path(config.sandbox.images)
-    names = sorted({task.image for task in tasks})
-    missing = [name for name in names if not any(map(Path.exists, (folder / name, folder / f"{name}.sif")))]
-    if missing:
-        raise ConfigError(
-            f"[sandbox] images = '{folder}': {len(missing)} of the tasks' {len(names)} images are not there, "
-            f"{missing[0]}.sif first; run containers/build_image.sh, or python -m hpc_swe.build_images "
-            "for tasks of SWE-bench"
-        )
-
-
-def _require_checked(config: RunConfig, tasks: Sequence[Task]) -> None:
-    """Log if nobody has checked the tasks; raise ConfigError if their images are not the checked ones."""
-    for part, own in config.taskset.by_part(tasks):
-        if not own or part.checked is None:
-            continue
-        if not part.checked:
-            where = "taskset" if part is config.taskset else f"taskset.parts.{own[0].taskset}"
-            log.warning("[%s] checked is not set: nobody has checked these tasks, none has a retest", where)
-        elif isinstance(config.sandbox, ImageSandboxes):
-            task_checks.require_images(part.checked, own, Path(config.sandbox.images))
-
-
-def _take_tasks(config: RunConfig) -> Mapping[Split, Sequence[Task]]:
-    """Return the run's tasks; log when there are fewer than asked for.
-
-    Raise ConfigError when there are none, or their images are not those that were checked.
-    """
-    wanted = config.tasks
-    taken = wanted.take(config.taskset)
-    _require_images(config, [*taken["train"], *taken["eval"]])
-    _require_checked(config, [*taken["train"], *taken["eval"]])
-    if config.mode != "sft":
-        config.agent.check_tasks([*taken["train"], *taken["eval"]])
-    if config.mode == "eval" and not taken["eval"]:
-        raise ConfigError(
-            f"tasks.eval = {wanted.eval} (--tasks), tasks.eval_from = {wanted.eval_from}: [taskset] has no "
-            "held-out task there; ask for one at least, of those that it has"
-        )
-    is_run = config.mode == "grpo" and config.counts.get("coordinator", 1)
-    if is_run and not taken["train"]:
-        remedy = "add some to it" if wanted.train else "ask for some"
-        raise ConfigError(f"tasks.train = {wanted.train}: [taskset] has no task to train on; {remedy}")
-    if is_run and config.eval.every and not taken["eval"]:
-        raise ConfigError(
-            f"tasks.eval = {wanted.eval}, tasks.eval_from = {wanted.eval_from}: [taskset] has no held-out "
-            f"task there, but eval.every = {config.eval.every}; ask for some, or set eval.every = 0"
-        )
-    _check_held_out(config, taken)
-    for key, asked, found in (("train", wanted.train, taken["train"]), ("eval", wanted.eval, taken["eval"])):
-        if len(found) < asked:
-            log.warning("tasks.%s = %d: [taskset] has %d of them only", key, asked, len(found))
-    return taken
-
-
-def _trained_too(taken: Mapping[Split, Sequence[Task]]) -> list[str]:
-    """Return the held-out tasks that are trained, under the same name or with the same content."""
-    names = {task.task_id for task in taken["train"]}
-    contents = {tasks.content(task) for task in taken["train"]}
-    return [t.task_id for t in taken["eval"] if t.task_id in names or tasks.content(t) in contents]
-
-
-def _check_held_out(config: RunConfig, taken: Mapping[Split, Sequence[Task]]) -> None:
-    """Refuse held-out tasks that are trained if they select weights; log a warning if they do not."""
-    trained = _trained_too(taken) if config.mode == "grpo" else []
-    if not trained:
-        return
-    message = f"{len(trained)} held-out tasks are training tasks, too: {', '.join(trained[:3])}"
-    if config.eval.every and (config.eval.patience or config.retention.keep_best):
-        raise ConfigError(
-            f"[taskset] {message}; their evaluation would select what is learned by heart. Name other rows "
-            "for one of the splits, or let it select nothing: retention.keep_best = false, eval.patience = 0"
-        )
-    log.warning("[taskset] %s", message)
 
 
 def encoded(tree: Mapping[str, Any]) -> bytes:

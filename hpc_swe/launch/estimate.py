@@ -6,13 +6,13 @@ if every episode filled its context.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.records import Role
-from hpc_swe.cluster.executors.base import ResourceRequest
+from hpc_swe.cluster.executors.base import GpuGrant, MemoryGrant, ResourceRequest
 from hpc_swe.config.job_counts import desired, engines_beside, gpus, is_hybrid, processes
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.models.costs import GIB, MemoryEstimate, Part
@@ -37,31 +37,62 @@ MOST_PER_CORE: dict[Role, int] = {"rollout": 16, "reward": 2}
 AHEAD = {"grpo": training.AHEAD, "sft": sft.AHEAD}
 
 
-def requests(config: RunConfig) -> list[ResourceRequest]:
-    """Return what the run asks of a scheduler at once, by role."""
-    wanted, ask = desired(config).items(), config.executor.request
-    found = [ask(role, jobs, processes(role, config)) for role, jobs in wanted if jobs]
-    return [request for request in found if request]
+@dataclass(frozen=True)
+class RoleJobs:
+    """Describe the jobs of one role, and what each gets of its executor."""
+
+    count: int
+    processes: int
+    """Processes of each job."""
+    gpus: int | None
+    """GPUs that each job computes on; None where the plugin does not know."""
+    gpu_grant: GpuGrant | None
+    memory_grant: MemoryGrant | None
+    request: ResourceRequest | None
+    """What all jobs ask of a scheduler together; None where there is none."""
+
+    @property
+    def nodes(self) -> int:
+        """Return the nodes of each job."""
+        return self.request.nodes // self.count if self.request else 1
 
 
-def crowded(config: RunConfig, cores_here: int) -> Iterator[str]:
+def jobs(config: RunConfig) -> dict[Role, RoleJobs]:
+    """Return the jobs of each role that has some."""
+    return {role: _role_jobs(config, role, count) for role, count in desired(config).items() if count}
+
+
+def _role_jobs(config: RunConfig, role: Role, count: int) -> RoleJobs:
+    executor, size = config.executor, processes(role, config)
+    return RoleJobs(
+        count,
+        size,
+        gpus(role, config),
+        executor.gpu_grant(role),
+        executor.memory_grant(role),
+        executor.request(role, count, size),
+    )
+
+
+def crowded(config: RunConfig, asked: Mapping[Role, RoleJobs], cores_here: int) -> Iterator[str]:
     """Say which workers run more sandboxes than their cores serve; jobs of one machine share its cores."""
-    executor, wanted = config.executor, desired(config)
     slots: dict[Role, int] = {"rollout": config.rollout.slots, "reward": config.reward.slots}
     for role, each in slots.items():
-        jobs, cores, where = wanted.get(role, 0), cores_here, "this machine"
+        if role not in asked:
+            continue
+        count, cores, where = asked[role].count, cores_here, "this machine"
         remedy = f"set {role}.slots or counts.{role} lower"
-        if request := executor.request(role, 1, 1):
-            jobs, cores, where = min(jobs, 1), request.cores, "each job"
+        if request := asked[role].request:
+            count, cores, where = 1, request.cores // request.jobs, "each job"
             remedy = f"give it {math.ceil(each / MOST_PER_CORE[role])} cores, or set {role}.slots lower"
-        if jobs * each > MOST_PER_CORE[role] * cores:
+        if count * each > MOST_PER_CORE[role] * cores:
             yield (
-                f"{role}.slots = {each}: {jobs * each} sandboxes at once wait for each other on the "
+                f"{role}.slots = {each}: {count * each} sandboxes at once wait for each other on the "
                 f"{cores} cores of {where}; a core serves about {MOST_PER_CORE[role]}: {remedy}"
             )
 
 
-def learner(config: RunConfig) -> MemoryEstimate | None:
+def _learner(config: RunConfig) -> MemoryEstimate | None:
     """Estimate the memory of a learner's process; None without a learner, and for one that does not know."""
     if not desired(config).get("learner"):
         return None
@@ -69,7 +100,7 @@ def learner(config: RunConfig) -> MemoryEstimate | None:
     return config.policy.memory(Path(config.model), *sizes, config.kept)
 
 
-def engine(config: RunConfig) -> MemoryEstimate | None:
+def _engine(config: RunConfig) -> MemoryEstimate | None:
     """Estimate the memory of an engine's GPU; None where the run starts no engine, or its kind is unknown."""
     starts = desired(config).get("inference") or is_hybrid(config)
     if not starts:
@@ -99,33 +130,61 @@ class GpuNeed:
         return self.what == "learner" and self.least_gib * SPARE + 1 > self.known_gib
 
 
-def gpu_needs(config: RunConfig) -> list[GpuNeed]:
-    """Return what learner and engines need of each GPU, as far as policy and engine know it."""
+@dataclass(frozen=True)
+class Costs:
+    """Hold the estimates of a run; those of a model that cannot be read are empty."""
+
+    learner: MemoryEstimate | None = None
+    """None without a learner, and for a policy that does not know its memory."""
+    engine: MemoryEstimate | None = None
+    """None where the run starts no engine, and for one that does not know its memory."""
+    gpus: Sequence[GpuNeed] = ()
+    """What learner and engines need of each GPU."""
+    host: Sequence[Part] = ()
+    """What the learner's job surely keeps in the memory of each node, beside programs."""
+    disk: Sequence[Part] = ()
+    """Bytes and inodes of the run folder at its fullest, during the run or at its end."""
+
+
+def costs(config: RunConfig, asked: Mapping[Role, RoleJobs]) -> Costs:
+    """Estimate what the jobs of a run need. A check of the start says why a model cannot be read."""
+    try:
+        found, served = _learner(config), _engine(config)
+        return Costs(
+            found,
+            served,
+            _gpu_needs(config, asked, found, served),
+            _host(config, asked["learner"], found, served) if found else [],
+            _disk(config),
+        )
+    except ConfigError:
+        return Costs()
+
+
+def _gpu_needs(
+    config: RunConfig,
+    asked: Mapping[Role, RoleJobs],
+    found: MemoryEstimate | None,
+    served: MemoryEstimate | None,
+) -> list[GpuNeed]:
     beside: Role = "learner" if is_hybrid(config) else "inference"
-    rows: list[tuple[str, Role, str]] = [
-        ("learner", "learner", SMALLER),
-        ("engine", beside, "divide it among more GPUs (engine.tensor_parallel)"),
+    rows: list[tuple[str, Role, MemoryEstimate | None, str]] = [
+        ("learner", "learner", found, SMALLER),
+        ("engine", beside, served, "divide it among more GPUs (engine.tensor_parallel)"),
     ]
-    found = []
-    for what, role, remedy in rows:
-        try:
-            needs = learner(config) if what == "learner" else engine(config)
-        except ConfigError:  # of the model's folder, which other checks name
+    needs = []
+    for what, role, estimate, remedy in rows:
+        if estimate is None or not estimate.least or not gpus(what.replace("engine", "inference"), config):
             continue
-        if needs is None or not needs.least or not gpus(what.replace("engine", "inference"), config):
-            continue
-        grant = config.executor.gpu_grant(role)
-        found.append(GpuNeed(what, role, needs.least / GIB, grant.gib if grant else 0.0, remedy))
-    return found
+        grant = asked[role].gpu_grant if role in asked else None
+        needs.append(GpuNeed(what, role, estimate.least / GIB, grant.gib if grant else 0.0, remedy))
+    return needs
 
 
-def host(config: RunConfig) -> list[Part]:
-    """Estimate what the learner's job surely keeps in the memory of each node, beside programs."""
-    found, served = learner(config), engine(config)
-    if found is None:
-        return []
-    grant = config.executor.memory_grant("learner")
-    count = processes("learner", config) // (grant.nodes if grant else 1)
+def _host(
+    config: RunConfig, job: RoleJobs, found: MemoryEstimate, served: MemoryEstimate | None
+) -> list[Part]:
+    count = job.processes // (job.memory_grant.nodes if job.memory_grant else 1)
     parts = [Part(each.what, f"{count} x {each.formula}", count * each.bytes) for each in found.host]
     if not is_hybrid(config):
         return parts
@@ -145,8 +204,7 @@ def _moved(what: str, count: int, found: MemoryEstimate, more: str = "") -> Part
     return Part(what, f"{count} x {size / GIB:.2f} GiB{more}", count * size)
 
 
-def disk(config: RunConfig) -> list[Part]:
-    """Estimate bytes and inodes of the run folder at its fullest, during the run or at its end."""
+def _disk(config: RunConfig) -> list[Part]:
     roles = desired(config)
     parts = [Part("code/, tasks", "a copy of the packages", CODE, CODE_FILES)]
     if "learner" in roles:
@@ -154,9 +212,9 @@ def disk(config: RunConfig) -> list[Part]:
         parts.append(_batches(config))
     if "rollout" in roles:
         parts += _episodes(config)
-    jobs = sum(roles.values())
-    curves = Part("metrics/, tensorboard/", f"{CURVES / 1e3:.0f} kB a step", config.steps * CURVES, 2 * jobs)
-    return [*parts, curves, Part("nodes/, launch/, logs/", "three files a job", jobs * 5e3, 4 * jobs)]
+    count = sum(roles.values())
+    curves = Part("metrics/, tensorboard/", f"{CURVES / 1e3:.0f} kB a step", config.steps * CURVES, 2 * count)
+    return [*parts, curves, Part("nodes/, launch/, logs/", "three files a job", count * 5e3, 4 * count)]
 
 
 def _states(config: RunConfig) -> list[Part]:

@@ -44,7 +44,7 @@ def load(run: RunDir, *, trains: bool = False) -> RunConfig:
             f"{run.root}: protocol {manifest.protocol}, this code reads {PROTOCOL}; call the command in "
             f"{run.code}, which holds the run's own code (commit {manifest.commit})"
         )
-    made = _read(run.made, dict[str, Any]) if run.made.exists() else {}  # older versions wrote none
+    made = _read(run.made, dict[str, Any]) if run.made.exists() else {}
     if changed := configuration.changed_by_hand(made, tree):
         problem = (
             f"{run.config}: {'; '.join(changed)}: changed by hand, and this decides what the run trains; put "
@@ -75,7 +75,7 @@ def is_copy(run: RunDir) -> bool:
     The folder at the noted path is the original; if it holds no run of this id, that of the noted inode is.
     """
     made, inode = atomic.get(run.manifest, RunManifest), run.root.stat().st_ino
-    if made.root in ("", str(run.root.resolve())):
+    if made.root == str(run.root.resolve()):
         return False
     return made.inode != inode or _has_run(RunDir(Path(made.root)), made.run_id, inode)
 

@@ -1,4 +1,4 @@
-"""Print every batch script of a run and what it would cost, for `launch start --dry-run`; make nothing."""
+"""Print a plan: every batch script and what the run would cost, for `launch start --dry-run`."""
 
 import os
 from collections.abc import Sequence
@@ -8,77 +8,57 @@ from rich.console import RenderableType
 
 from hpc_swe.base import tables
 from hpc_swe.base.errors import ConfigError
-from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store import submissions
 from hpc_swe.cluster.executors.base import ResourceRequest
 from hpc_swe.config import config as configuration
-from hpc_swe.config import job_counts
-from hpc_swe.config.settings import RunConfig
-from hpc_swe.launch import checks, estimate, submit, trajectories, upgrades
-from hpc_swe.launch.control import require_alike
+from hpc_swe.launch import estimate, trajectories
 from hpc_swe.launch.estimate import GpuNeed
+from hpc_swe.launch.plan import RunPlan
 from hpc_swe.models.costs import GIB, MemoryEstimate, Part
 
 HOST = "host memory of the learner's job on each node"
 BESIDE = "beside this: the programs themselves, and files that are read and written"
 
 
-def preview(run: RunDir, config: RunConfig, words: Sequence[str] = ()) -> None:
-    """Show what `start` would make and submit; raise ConfigError when `start` would refuse it."""
-    config = upgrades.with_former_defaults(run, config, words)
-    try:
-        taken = checks.require(run, config)
-        config = trajectories.resolved(run, config, taken.trajectories)
-        if run.config.exists():
-            require_alike(run, config)
-    except ConfigError:
-        with suppress(ConfigError):  # it is one of the complaints, too
-            _show(run, config)
-        raise
-    _show(run, config)
-    if taken.trajectories:
-        tables.show(tables.screen(), trajectories.overview(taken.trajectories), "")
-
-
-def _show(run: RunDir, config: RunConfig) -> None:
+def show(plan: RunPlan) -> None:
+    """Print what the plan makes and submits, as far as nothing that is refused hides it."""
     print("### the merged configuration, with all defaults")
-    print("\n".join(configuration.toml(configuration.dump(config))), end="\n\n")
-    for script in scripts(run, config):
-        print(script)
+    print("\n".join(configuration.toml(configuration.dump(plan.config))), end="\n\n")
     console = tables.screen()
-    for table in cost_tables(config):
+    with suppress(ConfigError):  # a complaint of the start says it
+        for script in scripts(plan):
+            print(script)
+    for table in cost_tables(plan):
         tables.show(console, table, "")
+    if plan.taken.trajectories:
+        tables.show(console, trajectories.overview(plan.taken.trajectories), "")
 
 
-def scripts(run: RunDir, config: RunConfig) -> list[str]:
-    """Return the scripts that an empty queue would get: one per array, below a line that counts its jobs."""
-    found = []
-    for role, count in job_counts.desired(config).items():
-        number = submissions.newest(run, role).number if run.config.exists() else 0
-        for first in range(0, count, config.executor.array_size):
-            number, jobs = number + 1, min(config.executor.array_size, count - first)
-            text = config.executor.script(run, submit.submission(run, config, role, number, jobs))
-            found.append(f"### {role}: submission {number}, {jobs} of {count} jobs\n{text.rstrip()}\n")
+def scripts(plan: RunPlan) -> list[str]:
+    """Return the script of each submission, below a line that counts its jobs."""
+    script, found = plan.config.executor.script, []
+    for each in plan.submissions:
+        head = f"### {each.role}: submission {each.number}, {each.count} of {plan.jobs[each.role].count} jobs"
+        found.append(f"{head}\n{script(plan.run, each).rstrip()}\n")
     return found
 
 
-def cost_tables(config: RunConfig) -> list[RenderableType]:
+def cost_tables(plan: RunPlan) -> list[RenderableType]:
     """Return tables of jobs, memory of the GPUs, and room on disk."""
-    found: list[RenderableType] = [_jobs(config), *estimate.crowded(config, len(os.sched_getaffinity(0)))]
-    wanted, policy, engine = job_counts.desired(config), config.policy, config.engine
-    if learner := estimate.learner(config):
-        found += _memory(learner)
-    elif wanted.get("learner"):
-        found.append(f"learner: {type(policy).__name__} is no policy whose memory is known here")
-    if served := estimate.engine(config):
-        found += _memory(served)
-    elif wanted.get("inference"):
-        found.append(f"inference: {type(engine).__name__} is no engine whose memory is known here")
-    found += [_verdict(need) for need in estimate.gpu_needs(config)]
-    if kept := estimate.host(config):
-        least = Part("at least", "", sum(part.bytes for part in kept))
-        found += _memory(MemoryEstimate(HOST, kept, least, []), BESIDE)
-    return [*found, _disk(estimate.disk(config))]
+    config, costs, cores = plan.config, plan.costs, len(os.sched_getaffinity(0))
+    found: list[RenderableType] = [_jobs(plan), *estimate.crowded(config, plan.jobs, cores)]
+    if costs.learner:
+        found += _memory(costs.learner)
+    elif "learner" in plan.jobs:
+        found.append(f"learner: the memory of {type(config.policy).__name__} is not known here")
+    if costs.engine:
+        found += _memory(costs.engine)
+    elif "inference" in plan.jobs:
+        found.append(f"inference: the memory of {type(config.engine).__name__} is not known here")
+    found += [_verdict(need) for need in costs.gpus]
+    if costs.host:
+        least = Part("at least", "", sum(part.bytes for part in costs.host))
+        found += _memory(MemoryEstimate(HOST, [*costs.host], least, []), BESIDE)
+    return [*found, *([_disk(costs.disk)] if costs.disk else [])]
 
 
 def _verdict(need: GpuNeed) -> str:
@@ -93,11 +73,11 @@ def _verdict(need: GpuNeed) -> str:
     return f"{need.what}: fits: {need.verdict}"
 
 
-def _jobs(config: RunConfig) -> RenderableType:
-    if config.executor.is_here:
-        counts = ", ".join(f"{count} {role}" for role, count in job_counts.desired(config).items() if count)
+def _jobs(plan: RunPlan) -> RenderableType:
+    if plan.config.executor.is_here:
+        counts = ", ".join(f"{jobs.count} {role}" for role, jobs in plan.jobs.items())
         return f"local: {counts}, all on this machine; nothing is asked of a scheduler"
-    found = estimate.requests(config)
+    found = [jobs.request for jobs in plan.jobs.values() if jobs.request]
     columns = ["jobs", "nodes", "cores", "mem GB", "GPUs", "hours", "node-h", "core-h", "GPU-h"]
     table = tables.table(["role"], columns, title="asked of Slurm at once, and used in one walltime")
     for each in found:

@@ -66,7 +66,7 @@ def take(config: RunConfig) -> list[Trajectory]:
 
 def resolved(run: RunDir, config: RunConfig, taken: Sequence[Trajectory]) -> RunConfig:
     """Return the configuration with the steps of its epochs over what is taken, or what the run has."""
-    if not is_source(config) or not config.sft.epochs:
+    if not is_source(config) or not config.sft.epochs or not (taken or run.trajectories.exists()):
         return config
     known = taken or trajectories.read(run.trajectories)
     samples = config.sft.epochs * sum(each.is_used for each in known if each.split == "train")

@@ -87,17 +87,17 @@ def _watch(
     logged, told = "", set[str]()
     while True:
         try:
-            plan = submit.tick(run, config)
-            lost_at = {role: lost_at.get(role, time.monotonic()) for role in plan.lost}
+            ticked = submit.tick(run, config)
+            lost_at = {role: lost_at.get(role, time.monotonic()) for role in ticked.lost}
         except (SchedulerError, StorageError) as error:
             log.warning("waiting for the scheduler or the file system: %s", error)
-            plan = TickResult()
-        if plan.orders and not plan.running:
+            ticked = TickResult()
+        if ticked.orders and not ticked.running:
             return
-        why = plan.reasons(given_up(plan, lost_at, time.monotonic()))
+        why = ticked.reasons(given_up(ticked, lost_at, time.monotonic()))
         if why or time.monotonic() > deadline:
             raise DeadlineError(f"{run.root}: {why or f'not finished after {timeout_s:g} s; see its logs/'}")
-        if (stuck := plan.reasons(plan.stuck)) not in ("", logged):
+        if (stuck := ticked.reasons(ticked.stuck)) not in ("", logged):
             log.error("stuck %s", stuck)
         logged = stuck
         told |= _tell(run, told)
@@ -118,14 +118,14 @@ def _tell(run: RunDir, told: Set[str]) -> set[str]:
     return set(new)
 
 
-def given_up(plan: TickResult, lost_at: Mapping[Role, float], now: float) -> list[Role]:
+def given_up(ticked: TickResult, lost_at: Mapping[Role, float], now: float) -> list[Role]:
     """List the lost roles that are not waited for, where `lost_at` says since when each is lost.
 
     A scheduler that refuses a role may accept it later, when a partition is no longer drained or a limit no
     longer reached, so that role is waited for as long as one that failed rests. (When it refuses a role of a
     new run, `launch start` has ended with that.) Other lost roles have failed repeatedly or for good.
     """
-    return [role for role in plan.lost if role not in plan.refused or now - lost_at[role] >= REST_S]
+    return [role for role in ticked.lost if role not in ticked.refused or now - lost_at[role] >= REST_S]
 
 
 def left(run: RunDir, config: RunConfig) -> str:

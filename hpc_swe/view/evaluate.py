@@ -12,7 +12,8 @@ from rich.console import Console
 
 from hpc_swe.base import cli, tables
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.launch import preview
+from hpc_swe.launch import checks, preview
+from hpc_swe.launch.plan import plan_start
 from hpc_swe.view.evaluation import results
 from hpc_swe.view.evaluation.start import configured, evaluate
 
@@ -75,7 +76,9 @@ def _run(run: RunDir, arguments: argparse.Namespace, console: Console) -> None:
     before = results.read(other) if other else None  # read now, to fail now rather than after hours
     config = configured(run, _words(arguments))
     if arguments.dry_run:
-        preview.preview(run, config)
+        plan = plan_start(run, config)
+        preview.show(plan)
+        checks.require(plan)
         return
     if not evaluate(run, config, detach=arguments.detach, console=console):
         console.print("the same command shows the progress, and writes the results once it has finished")

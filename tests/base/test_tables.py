@@ -13,12 +13,14 @@ from rich.table import Table
 
 from hpc_swe.base import tables
 from hpc_swe.base.records import MetricLine, RoleStatus, Sampling, StatusReport, Task, TestPlan, WeightVersion
+from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store.evals import Attempt
 from hpc_swe.config import config as configuration
 from hpc_swe.demo import __main__ as demo
 from hpc_swe.launch import preview
 from hpc_swe.launch.doctor import examine
 from hpc_swe.launch.doctor.findings import Finding
+from hpc_swe.launch.plan import RunPlan
 from hpc_swe.launch.view import Queue, RunView
 from hpc_swe.makers import check, prepare
 from hpc_swe.tasks.task_checks import Seconds, TaskCheck
@@ -107,7 +109,11 @@ def test_tables_of_a_dry_run(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(shape | {"rms_norm_eps": 1e-6, "rope_theta": 1e4}))
     words = [f"model={tmp_path}", "counts.rollout=123456", "steps=1000000"]
     config = configuration.read(ROOT / "configs/demo.toml", ROOT / "configs/slurm.toml", overrides=words)
-    found = [table for table in preview.cost_tables(config) if isinstance(table, Table)]
+    found = [
+        table
+        for table in preview.cost_tables(RunPlan(RunDir(tmp_path / "run"), config))
+        if isinstance(table, Table)
+    ]
     names = [str(cell) for table in found for cell in next(iter(table.columns)).cells]
     lines = printed(*found)
     assert [name for name in names if not starts(lines, name)] == []

@@ -10,7 +10,7 @@ import pytest
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.config import config as configuration
 from hpc_swe.config import conflicts
-from hpc_swe.launch import create
+from hpc_swe.launch import plan
 from hpc_swe.roles.learner.batch_source import PULSE_S, SILENT_PULSES
 
 GOOD = """
@@ -147,7 +147,7 @@ def test_error_names_the_file_the_key_and_what_would_be_right(read, override, me
     ],
 )
 def test_a_start_warns_of_what_old_samples_seldom_stand(read, caplog, overrides, doubt):
-    create.take(read(GOOD, *overrides, "tasks.train=2", "tasks.eval=2"))
+    plan.take(read(GOOD, *overrides, "tasks.train=2", "tasks.eval=2"))
     found = [m for m in caplog.messages if "max_staleness" in m]
     assert len(found) == bool(doubt)
     assert all(re.search(doubt, message) for message in found)

@@ -220,9 +220,10 @@ def batch_scripts() -> Iterator[str]:
     """What sbatch would be given, by role, in an environment that is the same everywhere."""
     from hpc_swe.base.rundir import RunDir
     from hpc_swe.launch import preview
+    from hpc_swe.launch.plan import RunPlan
 
     def listing(config: Any) -> Iterator[tuple[str, str]]:
-        for script in preview.scripts(RunDir(Path("/shared/run")), config):
+        for script in preview.scripts(RunPlan(RunDir(Path("/shared/run")), config)):
             title, *lines = map(_of_any_machine, script.splitlines())
             yield title, ""
             for line in lines:
@@ -234,15 +235,17 @@ def batch_scripts() -> Iterator[str]:
 
 def estimates() -> Iterator[str]:
     """The tables of a dry run for a dense model and one with experts."""
+    from hpc_swe.base.rundir import RunDir
     from hpc_swe.config import config as configuration
     from hpc_swe.launch import preview
+    from hpc_swe.launch.plan import RunPlan
 
     for name, shape in SHAPES.items():
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(shape))
             files = [ROOT / f"configs/{file}.toml" for file in CONFIGURATIONS["swepdb_4b"]]
             config = configuration.read(*files, overrides=[f"model={folder}"])
-            for table in preview.cost_tables(config):
+            for table in preview.cost_tables(RunPlan(RunDir(Path(folder) / "run"), config)):
                 yield from (f"{name} {line}" for line in _drawn(table, 100))
 
 

@@ -12,6 +12,7 @@ from hpc_swe.base.rundir import RunDir
 from hpc_swe.cluster.executors.slurm import Resources, Slurm
 from hpc_swe.config import config as configuration
 from hpc_swe.launch import estimate, preview
+from hpc_swe.launch.plan import RunPlan
 from hpc_swe.models.costs import GIB
 from hpc_swe.models.engines._vllm_memory import cached_token
 from hpc_swe.models.engines.vllm import Vllm
@@ -242,7 +243,7 @@ def test_a_learner_makes_room_for_what_the_dry_run_lists(read):
     """Where versions are never deltas, the last one is not kept."""
     for every, what in ((1, []), (4, ["last version, for deltas"])):
         config = read("policy={dtype='bfloat16', delta_base='gpu'}", f"learner.snapshot_every={every}")
-        listed = [part.what for part in estimate.learner(config).parts]
+        listed = [part.what for part in costs(config).learner.parts]
         assert [name for name in listed if name.startswith("last version")] == what
         assert config.kept == ["last version"][: len(what)]
 
@@ -287,7 +288,7 @@ def test_host_memory_of_a_rank_lists_what_it_keeps(shape):
 def test_adapters_copy_the_reference_only_where_it_is_another_folder(read, tmp_path):
     def copied(*words):
         words = ("policy.lora_rank=16", "policy.dtype=bfloat16", "learner.loss.kl_coefficient=0.1", *words)
-        parts = estimate.host(read(*words))
+        parts = costs(read(*words)).host
         return sum(part.bytes for part in parts if part.what == "reference, and policy meanwhile")
 
     (tmp_path / "link").symlink_to(read().model)
@@ -360,11 +361,15 @@ def test_gpus_are_counted_in_every_spelling(resources, common, count):
 
 def test_what_is_asked_of_slurm_is_counted_for_each_role(read):
     config = read("policy.tensor_parallel=8", "counts.rollout=16")
-    found = {request.role: request for request in estimate.requests(config)}
+    found = {role: jobs.request for role, jobs in estimate.jobs(config).items()}
     assert (found["learner"].nodes, found["learner"].cores, found["learner"].gpus) == (2, 64, 8)
     assert (found["learner"].memory_gb, found["learner"].hours) == (800, 12)
     assert (found["rollout"].nodes, found["rollout"].cores, found["rollout"].gpus) == (16, 512, 0)
     assert found["inference"].gpus == 1
+
+
+def costs(config):
+    return estimate.costs(config, estimate.jobs(config))
 
 
 def crowded(*words):
@@ -372,7 +377,7 @@ def crowded(*words):
         ROOT / f"configs/{word}.toml" for word in words if "=" not in word
     ]
     config = configuration.read(*files, overrides=[word for word in words if "=" in word])
-    return [message.partition(" ")[0] for message in estimate.crowded(config, 2)]
+    return [message.partition(" ")[0] for message in estimate.crowded(config, estimate.jobs(config), 2)]
 
 
 @pytest.mark.parametrize(
@@ -396,7 +401,7 @@ def test_workers_with_more_slots_than_their_cores_serve_are_named(words, roles):
 
 
 def parts(config):
-    return {part.what: part for part in estimate.disk(config)}
+    return {part.what: part for part in costs(config).disk}
 
 
 def test_folder_holds_the_newest_versions_and_every_milestone(read):
@@ -482,7 +487,7 @@ learner.close()
 
 def test_there_is_one_script_an_array(read, tmp_path):
     config = read("counts.rollout=25", "policy.tensor_parallel=8")
-    found = preview.scripts(RunDir(tmp_path / "run"), config)
+    found = preview.scripts(RunPlan(RunDir(tmp_path / "run"), config))
     heads = [script.splitlines()[0] for script in found if "rollout" in script.splitlines()[0]]
     assert heads == [
         "### rollout: submission 1, 10 of 25 jobs",
@@ -495,13 +500,13 @@ def test_there_is_one_script_an_array(read, tmp_path):
 def test_a_hybrid_run_says_what_host_memory_its_halves_need(read):
     words = ["hybrid=true", "policy.dtype=bfloat16", "engine.dtype=bfloat16", "counts.inference=2"]
     words += ["engine.device=gpu", "policy.device=gpu"]
-    found = {part.what: part.formula for part in estimate.host(read(*words))}
+    found = {part.what: part.formula for part in costs(read(*words)).host}
     assert found["hybrid: the learner's state"] == "1 x 53.40 GiB", (
         "14 bytes, over tp = 2, on each of two nodes"
     )
     assert found["hybrid: engines asleep"] == "2 x 15.26 GiB, at most twice"
     words += ["learner.snapshot_every=10", "policy.delta_base=gpu"]
-    found = {part.what: part.formula for part in estimate.host(read(*words))}
+    found = {part.what: part.formula for part in costs(read(*words)).host}
     assert found["hybrid: the learner's state"] == "1 x 61.03 GiB", "16 bytes, with the last version"
 
 
@@ -517,14 +522,15 @@ def test_a_hybrid_run_says_what_host_memory_its_halves_need(read):
         (141, "learner: fits: it needs at least 7"),
     ],
 )
-def test_a_dry_run_compares_what_is_needed_with_what_a_gpu_has(read, gib, said):
+def test_a_dry_run_compares_what_is_needed_with_what_a_gpu_has(tmp_path, read, gib, said):
     words = [
         "policy.device=gpu",
         "policy.dtype=bfloat16",
         "policy.recompute=full",
         "policy.tensor_parallel=2",
     ]
-    found = preview.cost_tables(read(*words, f"executor.roles.learner.gpu_gib={gib}"))
+    config = read(*words, f"executor.roles.learner.gpu_gib={gib}")
+    found = preview.cost_tables(RunPlan(RunDir(tmp_path / "run"), config))
     assert [line for line in found if isinstance(line, str) and line.startswith("learner:")][0].startswith(
         said
     )

@@ -16,7 +16,7 @@ from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, stop_signs, submissions, supervision, tasks
 from hpc_swe.config import config as configuration
 from hpc_swe.config.settings import StopConfig
-from hpc_swe.launch import control, create, existing, submit, watch
+from hpc_swe.launch import control, create, existing, plan, submit, watch
 from hpc_swe.launch.view import RunReader
 from tests.kit.checkout import ROOT
 from tests.kit.toy import make_repository
@@ -232,7 +232,7 @@ def test_a_start_that_died_making_the_run_delays_the_next_one_only_a_while(tmp_p
 def test_a_slow_start_taken_for_dead_leaves_the_run_of_another_whole(tmp_path, read):
     run, config = RunDir(tmp_path / "run"), read()
     run.root.mkdir()
-    nothing = create.Taken({})
+    nothing = plan.Taken({})
 
     def start():
         with create.making(run) as place:
@@ -520,76 +520,22 @@ def test_jobs_run_the_code_that_the_run_was_started_with(tmp_path, read):
     assert "the code of the run" in done.stdout, done.stderr
 
 
-def test_a_run_keeps_the_defaults_of_the_release_that_made_it(tmp_path, read, caplog):
-    run = RunDir(tmp_path / "run")
-    former = [
-        "learner.optimizer.beta2=0.95",
-        "learner.optimizer.warmup_steps=0",
-        "groups.hard_max_staleness=0",
-    ]
-    today = ["learner.optimizer.beta2=0.98", "learner.optimizer.warmup_steps=10"]
-    control.start(run, read(*former))
-    control.start(run, read(*today, "groups.hard_max_staleness=8", "lease.beat_s=1.5"))
-    kept = existing.load(run)
-    optimizer = kept.learner.optimizer
-    assert (optimizer.beta2, optimizer.warmup_steps, kept.groups.hard_max_staleness) == (0.95, 0, 0)
-    assert kept.lease.beat_s == 1.5
-    (line,) = [each for each in caplog.messages if "keeps the defaults" in each]
-    assert (
-        "learner.optimizer.beta2 = 0.95 (today 0.98), learner.optimizer.warmup_steps = 0 (today 10)" in line
-    )
-    with pytest.raises(ConfigError, match=r"learner.optimizer.beta2: 0.95 -> 0.9\b"):
-        control.start(run, read("learner.optimizer.beta2=0.9"))
-
-
-def test_a_default_of_today_that_a_person_asks_for_is_refused_as_a_change(tmp_path, model, read):
-    """By an override, or by a file; words that leave it out keep what the run was made with."""
-    run, file = RunDir(tmp_path / "run"), tmp_path / "given.toml"
-    file.write_text("[groups]\nhard_max_staleness = 8\n")
-    control.start(run, read("groups.hard_max_staleness=0"))
-    with pytest.raises(ConfigError, match="groups.hard_max_staleness: 0 -> 8"):
-        control.start(run, read(), ["groups.hard_max_staleness=8"])
-    words = [ROOT / "configs/demo.toml", file, f"model={model}", 'sandbox={type="process"}', "tasks.train=3"]
-    words += ["tasks.eval=2", "learner.optimizer.decay=constant", *NOBODY]
-    done = command("start", *words, "--run", run.root)
-    assert done.returncode == ConfigError.exit_code
-    assert "groups.hard_max_staleness: 0 -> 8" in done.stderr
-    control.start(run, read(), ["groups.max_staleness=0"])
-    assert existing.load(run).groups.hard_max_staleness == 0
-
-
-def test_a_former_default_of_a_grader_is_that_of_its_type(tmp_path, read):
-    """The default of one grader is a choice with the other."""
-    run = RunDir(tmp_path / "run")
-    control.start(run, read("grader.cheated_reward=-1.0"))
-    with pytest.raises(ConfigError, match=r"grader.cheated_reward: -1.0 -> -2.0"):
-        control.start(run, read("grader.cheated_reward=-2.0"))
-
-
 @pytest.mark.slow
-def test_run_keeps_its_code_until_it_is_upgraded_which_no_job_may_see(tmp_path, read, caplog):
-    """It then hears once what the new code trains otherwise."""
+def test_run_keeps_its_code_until_it_is_upgraded_which_no_job_may_see(tmp_path, read):
     run = RunDir(tmp_path / "run")
-    control.start(run, read("learner.optimizer.minibatches=2"))
+    control.start(run, read())
     old = run.code / "jobs" / "old.py"
     old.touch()
-    (run.code / "hpc_swe/launch/upgrades.py").unlink()
-    request = run.requests / "ready" / "eval-000003-00~0"
-    request.touch()
-    control.start(run, read("learner.optimizer.minibatches=2"))
+    control.start(run, read())
     assert old.exists()
     try:
-        control.start(run, read("counts.reward=1", "learner.optimizer.minibatches=2"))
+        control.start(run, read("counts.reward=1"))
         with pytest.raises(ConfigError, match="1 jobs still run the old code"):
-            control.start(run, read("counts.reward=1", "learner.optimizer.minibatches=2"), upgrade=True)
+            control.start(run, read("counts.reward=1"), upgrade=True)
     finally:
         control.stop(run, read(), now=True)
-    assert "trains otherwise" not in caplog.text
     atomic.put(run.supervision, supervision.Verdict(number=3, gave_up=True))
     for _ in range(2):
-        control.start(run, read("learner.optimizer.minibatches=2"), upgrade=True)
+        control.start(run, read(), upgrade=True)
     assert not old.exists()
-    assert caplog.text.count("trains otherwise: learner.optimizer.minibatches divides") == 1
-    assert "reweight" not in caplog.text
-    assert not request.exists(), "its number would be that of another evaluation"
     assert supervision.read(run) == supervision.Verdict(number=3), "a person has started it again"

@@ -13,7 +13,6 @@ import tomllib
 from itertools import count
 from pathlib import Path
 
-import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -28,7 +27,7 @@ from hpc_swe.cluster.executors.local import Local
 from hpc_swe.cluster.processes import start_time
 from hpc_swe.config import config as configuration
 from hpc_swe.config import job_counts
-from hpc_swe.launch import checks, control, create, existing
+from hpc_swe.launch import checks, control, create, existing, plan
 from hpc_swe.models.policies.megatron import Megatron
 from hpc_swe.models.weight_files import read_header
 from tests.kit.checkout import ROOT
@@ -110,7 +109,7 @@ def test_keys_that_contradict_each_other_are_refused_in_new_runs(read, tmp_path,
     run, config = RunDir(tmp_path / "run"), read(*words)
     (found,) = complaints(run, config)
     assert re.search(message, found)
-    create.create(run, config, create.take(config))
+    create.create(run, config, plan.take(config))
     assert complaints(run, config) == [], "a run that was created before the rule goes on"
     changed = read(*words, "eval.every=7", "learner.export_every=2", "groups.max_staleness=2")
     assert any("set it to 8" in each for each in complaints(run, changed))
@@ -142,8 +141,8 @@ def test_held_out_tasks_that_are_trained_select_no_weights(read, tmp_path, caplo
     words = ["taskset.type='kodcode'", f"taskset.train='{train}'", f"taskset.eval='{evaluated}'"]
     message = r"2 held-out tasks are training tasks, too: b, c; .* let it select nothing: retention.keep_best"
     with pytest.raises(ConfigError, match=message):
-        create.take(read(*words))
-    create.take(read(*words, "retention.keep_best=false"))
+        plan.take(read(*words))
+    plan.take(read(*words, "retention.keep_best=false"))
     assert "2 held-out tasks are training tasks, too: b, c" in caplog.text
 
 
@@ -157,12 +156,10 @@ def test_a_tool_for_tests_that_no_task_shows_is_refused_with_its_key(read, tmp_p
     for words in ([default], [renamed]):
         (found,) = complaints(RunDir(tmp_path / "run"), read(*sees_none, *words))
         assert re.match(r"agent.tools has 'evaluate', .* no visible tests. .* agent.tools = \[", found)
-    create.take(read(*sees_none, "agent.tools=['bash', 'submit']"))
+    plan.take(read(*sees_none, "agent.tools=['bash', 'submit']"))
     assert "evaluate" not in caplog.text
     shown = f"{{type='kodcode', train='{rows(tmp_path / 'train.parquet', 'a')}'}}"
-    create.take(
-        read(f"taskset={{type='mixture', parts={{seen={shown}, unseen={swebench}}}}}", *sees_none[1:])
-    )
+    plan.take(read(f"taskset={{type='mixture', parts={{seen={shown}, unseen={swebench}}}}}", *sees_none[1:]))
     assert "no task of unseen can use it: There are no visible tests." in caplog.text
 
 
@@ -177,7 +174,7 @@ def command(*words, **settings):
 
 def complaints(run: RunDir, config) -> list[str]:
     try:
-        checks.require(run, config)
+        checks.require(plan.plan_start(run, config))
     except ConfigError as error:
         return str(error).splitlines()
     return []
@@ -338,7 +335,7 @@ def start_frozen_at(run, number, config, taken) -> None:
 @pytest.mark.slow
 def test_a_start_that_was_frozen_changes_no_run_of_another(tmp_path, read):
     config = read(*nobody())
-    taken = create.take(config)
+    taken = plan.take(config)
     for number in count():
         run = RunDir(tmp_path / f"{number}")
         run.root.mkdir(mode=0o700)
@@ -431,7 +428,7 @@ def test_of_a_moved_run_and_a_copy_in_its_place_one_is_the_original(tmp_path, re
     shutil.copytree(moved.root, run.root)
     assert [existing.is_copy(each) for each in (run, moved)] == [False, True]
     shutil.rmtree(run.root)
-    create.create(run, config, create.take(config))
+    create.create(run, config, plan.take(config))
     assert not existing.is_copy(moved), "what is in its place is another run"
     shutil.rmtree(run.root)
     words = ["start", "--run", moved.root] if verb == "start" else ["tick", moved.root]
@@ -782,9 +779,9 @@ def test_a_run_goes_on_with_a_model_that_is_divided_otherwise(tmp_path, read):
     control.start(run, read(*nobody, "policy.tensor_parallel=2"))
     assert existing.load(run).policy.tensor_parallel == 2
     busy = [*nobody, f"executor={{type='{__name__}:Busy'}}"]
-    control.require_alike(run, read(*busy, "policy.tensor_parallel=2", "policy.sequence_parallel=true"))
+    checks.require_alike(run, read(*busy, "policy.tensor_parallel=2", "policy.sequence_parallel=true"))
     with pytest.raises(ConfigError, match="among 1 processes, but its job has 2; `launch stop` it first"):
-        control.require_alike(run, read(*busy, "policy.tensor_parallel=1"))
+        checks.require_alike(run, read(*busy, "policy.tensor_parallel=1"))
 
 
 def test_one_refused_role_leaves_no_other_job_behind(tmp_path, read):
@@ -925,15 +922,3 @@ def test_a_misspelt_word_of_the_command_line_is_answered_with_its_like(words, sa
     done = command(*words)
     assert done.returncode == 2
     assert said in done.stderr
-
-
-def test_an_upgrade_notes_where_a_run_of_an_older_version_is(tmp_path, read):
-    """Only then are its copies told from it; it keeps its id, by which its jobs are found."""
-    run, copy, config = RunDir(tmp_path / "run"), RunDir(tmp_path / "copy"), read(*nobody())
-    control.start(run, config)
-    made = atomic.get(run.manifest, RunManifest)
-    atomic.put(run.manifest, msgspec.structs.replace(made, root="", inode=0))
-    control.start(run, config, upgrade=True)
-    shutil.copytree(run.root, copy.root)
-    assert (existing.is_copy(run), existing.is_copy(copy)) == (False, True)
-    assert atomic.get(run.manifest, RunManifest).run_id == made.run_id

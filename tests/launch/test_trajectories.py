@@ -16,7 +16,7 @@ from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import trajectories as stored
 from hpc_swe.config import config as configuration
 from hpc_swe.config.tokenization import token_builder
-from hpc_swe.launch import checks, control, create, existing, trajectories
+from hpc_swe.launch import checks, control, create, existing, plan, trajectories
 from hpc_swe.makers.export_episodes import chat_form
 from tests.kit.checkout import ROOT
 from tests.kit.conversations import (
@@ -369,7 +369,7 @@ def test_a_run_keeps_its_tokens_when_the_files_change(read, tmp_path, run):
     config = read(rows=[ONE_CALL, TWO_CALLS])
     place = RunDir(tmp_path / "made")
     place.make()
-    create.publish(place, place, config, create.take(config), "")
+    create.publish(place, place, config, plan.take(config), "")
     (tmp_path / "rows.jsonl").unlink()
     kept = stored.read(place.trajectories)
     assert [t.name.rpartition("/")[2] for t in kept] == ["rows.jsonl: row 1", "rows.jsonl: row 2"]
@@ -393,7 +393,7 @@ def test_a_second_start_finds_the_steps_of_its_epochs_without_the_files(read, tm
 def test_complaints_about_rows_stand_beside_all_others(read, tmp_path):
     config = read(rows=["?"])
     with pytest.raises(ConfigError) as raised:
-        checks.require(RunDir(tmp_path / "run"), config)
+        checks.require(plan.plan_start(RunDir(tmp_path / "run"), config))
     lines = str(raised.value).splitlines()
     assert any("rows.jsonl: row 1" in line for line in lines)
     assert any("no config.json there" in line for line in lines)

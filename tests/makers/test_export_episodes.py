@@ -27,7 +27,7 @@ from hpc_swe.base.store.evals import Attempt
 from hpc_swe.config import config as configuration
 from hpc_swe.config.settings import EvalConfig
 from hpc_swe.config.tokenization import token_builder
-from hpc_swe.launch import create, trajectories
+from hpc_swe.launch import create, plan, trajectories
 from hpc_swe.makers.export_episodes import RunExport
 from hpc_swe.roles.coordinator import archive
 from hpc_swe.roles.rollout.episode import Played, record
@@ -77,7 +77,7 @@ def run(tmp_path, config):
     """Of six episodes of four tasks three are resolved, two of these on one task."""
     made = RunDir(tmp_path / "run")
     made.make()
-    create.publish(made, made, config, create.Taken({}), "")
+    create.publish(made, made, config, plan.Taken({}), "")
     made.root.chmod(0o700)
     episodes = [episode(made, config, group) for group in range(4)] + [
         episode(made, config, 0, 1),
@@ -136,11 +136,11 @@ def test_exported_episodes_are_trained_token_by_token_as_sampled(run, config, tm
     archived = sft(
         config, f'sft={{source="episodes", episodes="{run.root}"}}', "tasks.train=1", "tasks.eval=1"
     )
-    assert create.take(archived).trajectories == ()
+    assert plan.take(archived).trajectories == ()
     with pytest.raises(
         ConfigError, match=r"sft.episodes = .*: its token ids are of another tokenizer than model"
     ):
-        create.take(msgspec.structs.replace(archived, model=str(other.parent)))
+        plan.take(msgspec.structs.replace(archived, model=str(other.parent)))
 
 
 def turns_of(made: Episode) -> tuple[bytes, bytes]:
@@ -214,6 +214,6 @@ def test_of_an_evaluation_its_own_episodes_are_taken_and_else_no_held_out(run, c
     evaluated.make()
     decodings = {"greedy": Sampling(temperature=0.0)}
     only = msgspec.structs.replace(config, mode="eval", eval=EvalConfig(decodings=decodings))
-    create.publish(evaluated, evaluated, only, create.Taken({}), "")
+    create.publish(evaluated, evaluated, only, plan.Taken({}), "")
     evals.write(evaluated.eval_table("eval"), told)
     assert list(RunExport(evaluated.root).episodes()) == [solved]

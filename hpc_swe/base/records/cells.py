@@ -16,7 +16,7 @@ class RunManifest(Record, frozen=True, kw_only=True):
     folder: str
     environment: dict[str, str]
     root: str = ""
-    """Path of the run at its last start or tick; empty for a run that an older version has made."""
+    """Path of the run at its last start or tick; empty in a run of an older protocol."""
     inode: int = 0
     """Inode of that folder. A folder with another path and another inode is a copy."""
 

@@ -48,7 +48,7 @@ def wanted(
 
 def computing(config: RunConfig) -> dict[Role, tuple[ComputingNeeds, ...]]:
     """Return by role what the learner and the engines of a run need of the nodes that they compute on."""
-    least = {need.what: need.least_gib for need in estimate.gpu_needs(config)}
+    least = {need.what: need.least_gib for need in estimate.costs(config, estimate.jobs(config)).gpus}
     learner = ComputingNeeds("learner", config.policy, least.get("learner", 0.0))
     engine = ComputingNeeds("engine", config.engine, least.get("engine", 0.0))
     wanted = job_counts.desired(config)
@@ -66,7 +66,8 @@ def largest_array(config: RunConfig, executor: dict[str, Any]) -> int:
 
 def cores(config: RunConfig) -> Iterator[Finding]:
     """Yield the findings about slots of workers that are more than their cores serve."""
-    found = [message.rpartition(": ") for message in estimate.crowded(config, len(os.sched_getaffinity(0)))]
+    crowded = estimate.crowded(config, estimate.jobs(config), len(os.sched_getaffinity(0)))
+    found = [message.rpartition(": ") for message in crowded]
     for says, _, remedy in found:
         yield Finding("cores", "warning", says, remedy)
     if not found:

@@ -11,7 +11,7 @@ from hpc_swe.base.errors import ConfigError, DeadlineError
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.config import config as configuration
 from hpc_swe.config.settings import RunConfig
-from hpc_swe.launch import control, existing, submit, upgrades
+from hpc_swe.launch import checks, control, existing, submit
 from hpc_swe.launch.view import RunReader
 from hpc_swe.launch.watch import left, watch
 from hpc_swe.view.evaluation import results
@@ -39,8 +39,7 @@ def configured(run: RunDir, words: Sequence[str]) -> RunConfig:
         raise ConfigError("no CONFIG.toml is given; name the files that configure tasks, agent and jobs")
     config = configuration.from_words([*words, *OWN])
     config = configuration.from_words([*words, *OWN, *without_routing(config)])
-    config = upgrades.with_former_defaults(run, config, words)
-    changed = control.differences(run, config) if run.config.exists() else []
+    changed = checks.differences(run, config) if run.config.exists() else []
     if changed:
         raise ConfigError(
             f"{run.root} is another evaluation: {'; '.join(changed)}. Name another folder with --out, or "

@@ -18,7 +18,7 @@ from hpc_swe.cluster.executors.local import Local
 from hpc_swe.cluster.gpus import choose
 from hpc_swe.cluster.processes import start_time, variable
 from hpc_swe.config import config as configuration
-from hpc_swe.launch import create
+from hpc_swe.launch import create, plan
 from hpc_swe.launch.submit import decide
 from tests.kit.checkout import ROOT
 from tests.kit.waiting import DEADLINE_S, until
@@ -183,7 +183,7 @@ def test_a_learner_that_expects_gpus_refuses_where_it_sees_none(run, tmp_path):
     words = [f"model={tmp_path}", "policy.device='gpu'", 'sandbox={type="process"}', "tasks.train=1"]
     config = configuration.read(ROOT / "configs/demo.toml", overrides=words)
     (tmp_path / "place").mkdir()
-    create.publish(run, RunDir(tmp_path / "place"), config, create.Taken({}), "")
+    create.publish(run, RunDir(tmp_path / "place"), config, plan.Taken({}), "")
     line = [sys.executable, "-m", "jobs.run", "learner", str(run.root), "--submission=1"]
     submissions.take(run, "learner", 1)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
