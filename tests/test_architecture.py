@@ -69,7 +69,7 @@ BUDGETS = {
     "hpc_swe/cluster/executors": 900,
     "hpc_swe/config": 1_250,
     "hpc_swe/demo": 922,  # builds its image; what a published model learns, with controls, in one command
-    "hpc_swe/launch": 2_560,
+    "hpc_swe/launch": 2_560,  # notes which environment a run uses
     "hpc_swe/launch/doctor": 1_300,
     "hpc_swe/makers": 2_220,  # statements with the function at fault, rows by pass rate, the share sealed
     "hpc_swe/makers/bugs": 1_440,

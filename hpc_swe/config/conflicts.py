@@ -29,10 +29,10 @@ _URL = re.compile(r"https?://[^/@?#\s]+(/[^@?#\s]+)?")
 def of_keys(config: RunConfig) -> Iterator[str]:
     """Yield a message for each rule that the configuration breaks."""
     yield from _contradictions(config)
-    yield from _exceeded_limits(config)
     yield from _misplaced_bounds(config)
     if config.hybrid:
         yield from _missing_for_hybrid(config)
+    yield from _exceeded_limits(config)
 
 
 def of_new_runs(config: RunConfig) -> Iterator[str]:
@@ -57,8 +57,8 @@ def of_new_runs(config: RunConfig) -> Iterator[str]:
             f"eval.every = {every} is no multiple of learner.export_every = {export_every}: the weights of "
             f"an evaluation's step would not exist; set it to {-(-every // export_every) * export_every}"
         )
-    lowest = config.advantage.lowest_reward
     given = {key: value for key, value in _table(config.grader).items() if key.endswith("_reward")}
+    lowest = config.advantage.lowest_reward
     if lower := [f"grader.{key} = {value:g}" for key, value in given.items() if value < lowest]:
         yield (
             f"[advantage] needs rewards of {lowest:g} or more, but found {' and '.join(lower)}; raise "

@@ -44,11 +44,11 @@ def engines_beside(role: str, config: RunConfig) -> int:
 
 def gpus(role: str, config: RunConfig) -> int | None:
     """Count the GPUs that one job of a role computes on; None where the plugin does not know."""
-    engine = config.engine.gpus
+    engines, engine = engines_beside(role, config), config.engine.gpus
     if role == "inference":
         return engine
     if role == "learner" and config.policy.gpus is not None:
-        own, engines = processes(role, config) * config.policy.gpus, engines_beside(role, config)
+        own = processes(role, config) * config.policy.gpus
         if engines and engine is None:
             return own or None  # not 0, which would hide all GPUs from engines that may need some
         return max(own, engines * (engine or 0))

@@ -6,6 +6,7 @@ person can correct them in one go.
 
 import inspect
 import ipaddress
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,8 @@ from hpc_swe.models.engines.base import EngineInfo
 from hpc_swe.models.model_shape import ModelShape, refuse_mark
 from hpc_swe.models.policies.base import Policy
 from hpc_swe.models.weight_files import locate, require_tensors
+
+log = logging.getLogger(__name__)
 
 
 def require(plan: RunPlan) -> None:
@@ -72,6 +75,8 @@ def _counts(plan: RunPlan) -> Iterator[str]:
 def _rules(plan: RunPlan) -> Iterator[str]:
     """Check the rules of new runs; an older run that breaks one goes on, until the key changes."""
     known = set(conflicts.of_new_runs(plan.made)) if plan.made else set()
+    for doubt in conflicts.doubts(plan.config) if not plan.made else ():
+        log.warning("%s", doubt)
     yield from (message for message in conflicts.of_new_runs(plan.config) if message not in known)
 
 
@@ -147,24 +152,28 @@ def _policy(plan: RunPlan) -> Iterator[str]:
         )
 
 
-def _parallel(plan: RunPlan) -> Iterator[str]:
-    config, engine, policy = plan.config, plan.config.engine, plan.config.policy
-    model = Path(config.model)
+def _computing(plan: RunPlan) -> Iterator[str]:
+    """Check that policy and engine can compute the model, with the torch, vLLM and driver that are here."""
+    config, installed = plan.config, builds.installed()
+    model, learns, serves = Path(config.model), "learner" in plan.jobs, _serves(plan)
+    if config.executor.is_here:
+        installed = replace(installed, driver_cuda=builds.driver())
+    plugins: list[builds.NeedsBuild] = [
+        *([config.policy] if learns else []),
+        *([config.engine] if serves else []),
+    ]
+    yield from filter(None, (plugin.build_problem(installed) for plugin in plugins))
     if not (model / "config.json").is_file():
         return
-    if "learner" in plan.jobs:
-        complaints = [*_complaints(lambda: policy.check_model(model, config.learner.data_parallel))]
+    if learns:
+        size = config.learner.data_parallel
+        complaints = [*_complaints(lambda: config.policy.check_model(model, size))]
         yield from complaints
         if _needs_reference(plan) and not complaints:
             shape, reference = ModelShape.read(model), Path(config.reference)
             yield from _complaints(lambda: require_tensors(reference, shape, "reference"))
-    if _serves(plan):
-        yield from _complaints(lambda: engine.check_model(model))
-
-
-def _jobs(plan: RunPlan) -> Iterator[str]:
-    for each in plan.submissions:
-        yield from _complaints(partial(plan.config.executor.check, each))
+    if serves:
+        yield from _complaints(lambda: config.engine.check_model(model))
 
 
 def _gpus(plan: RunPlan) -> Iterator[str]:
@@ -224,18 +233,6 @@ def _gpu_memory(plan: RunPlan) -> Iterator[str]:
             yield f"{need.what} does not fit: {need.verdict}; {need.remedy}"
 
 
-def _builds(plan: RunPlan) -> Iterator[str]:
-    """Check that torch, vLLM and, where jobs run here, the driver can compute on the configured devices."""
-    found, config = builds.installed(), plan.config
-    if config.executor.is_here:
-        found = replace(found, driver_cuda=builds.driver())
-    plugins: list[builds.NeedsBuild] = [config.policy] if "learner" in plan.jobs else []
-    plugins += [config.engine] if _serves(plan) else []
-    for each in plugins:
-        if problem := each.build_problem(found):
-            yield problem
-
-
 def _nodes(plan: RunPlan) -> Iterator[str]:
     nodes = plan.jobs["learner"].nodes if "learner" in plan.jobs else 1
     if job_counts.is_hybrid(plan.config) and nodes > 1:
@@ -246,10 +243,12 @@ def _nodes(plan: RunPlan) -> Iterator[str]:
 
 
 def _machine(plan: RunPlan) -> Iterator[str]:
-    """Check this machine where jobs run here; on a cluster the workers check their nodes."""
+    """Check what the executor may run, and this machine where jobs run here; workers check other nodes."""
     executor, counts = plan.config.executor, {role: jobs.count for role, jobs in plan.jobs.items()}
     if plan.config.mode != "sft" and executor.is_here:
         yield from _complaints(plan.config.sandbox.check)
+    for each in plan.submissions:
+        yield from _complaints(partial(executor.check, each))
     if executor.is_here:
         yield from _complaints(lambda: executor.check_machine(counts, own_environment()))
 
@@ -359,6 +358,6 @@ def _complaints(check: Callable[[], object]) -> Iterator[str]:
 
 
 CHECKS = (
-    *(_folder, _counts, _rules, _model, _policy, _parallel),
-    *(_jobs, _gpus, _gpu_memory, _builds, _host_memory, _nodes, _machine, _engine),
+    *(_folder, _counts, _policy, _gpus, _gpu_memory, _host_memory, _nodes),
+    *(_rules, _model, _computing, _engine, _machine),
 )

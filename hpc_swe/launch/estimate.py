@@ -59,19 +59,19 @@ class RoleJobs:
 
 def jobs(config: RunConfig) -> dict[Role, RoleJobs]:
     """Return the jobs of each role that has some."""
-    return {role: _role_jobs(config, role, count) for role, count in desired(config).items() if count}
-
-
-def _role_jobs(config: RunConfig, role: Role, count: int) -> RoleJobs:
-    executor, size = config.executor, processes(role, config)
-    return RoleJobs(
-        count,
-        size,
-        gpus(role, config),
-        executor.gpu_grant(role),
-        executor.memory_grant(role),
-        executor.request(role, count, size),
-    )
+    counts = {role: count for role, count in desired(config).items() if count}
+    sizes = {role: (processes(role, config), gpus(role, config)) for role in counts}
+    executor = config.executor
+    return {
+        role: RoleJobs(
+            count,
+            *sizes[role],
+            executor.gpu_grant(role),
+            executor.memory_grant(role),
+            executor.request(role, count, sizes[role][0]),
+        )
+        for role, count in counts.items()
+    }
 
 
 def crowded(config: RunConfig, asked: Mapping[Role, RoleJobs], cores_here: int) -> Iterator[str]:
@@ -90,22 +90,6 @@ def crowded(config: RunConfig, asked: Mapping[Role, RoleJobs], cores_here: int) 
                 f"{role}.slots = {each}: {count * each} sandboxes at once wait for each other on the "
                 f"{cores} cores of {where}; a core serves about {MOST_PER_CORE[role]}: {remedy}"
             )
-
-
-def _learner(config: RunConfig) -> MemoryEstimate | None:
-    """Estimate the memory of a learner's process; None without a learner, and for one that does not know."""
-    if not desired(config).get("learner"):
-        return None
-    sizes = (config.learner.data_parallel, config.batches.microbatch_tokens)
-    return config.policy.memory(Path(config.model), *sizes, config.kept)
-
-
-def _engine(config: RunConfig) -> MemoryEstimate | None:
-    """Estimate the memory of an engine's GPU; None where the run starts no engine, or its kind is unknown."""
-    starts = desired(config).get("inference") or is_hybrid(config)
-    if not starts:
-        return None
-    return config.engine.memory(Path(config.model), config.rollout.context)
 
 
 @dataclass(frozen=True)
@@ -148,14 +132,19 @@ class Costs:
 
 def costs(config: RunConfig, asked: Mapping[Role, RoleJobs]) -> Costs:
     """Estimate what the jobs of a run need. A check of the start says why a model cannot be read."""
+    wanted, model, policy = desired(config), Path(config.model), config.policy
+    sizes = (config.learner.data_parallel, config.batches.microbatch_tokens)
+    has_engine = wanted.get("inference") or is_hybrid(config)
     try:
-        found, served = _learner(config), _engine(config)
+        learner = policy.memory(model, *sizes, config.kept) if wanted.get("learner") else None
+        files = policy.files(model) if "learner" in wanted else None
+        engine = config.engine.memory(model, config.rollout.context) if has_engine else None
         return Costs(
-            found,
-            served,
-            _gpu_needs(config, asked, found, served),
-            _host(config, asked["learner"], found, served) if found else [],
-            _disk(config),
+            learner,
+            engine,
+            _gpu_needs(config, asked, learner, engine),
+            _host(config, asked["learner"], learner, engine) if learner else [],
+            _disk(config, files),
         )
     except ConfigError:
         return Costs()
@@ -204,11 +193,12 @@ def _moved(what: str, count: int, found: MemoryEstimate, more: str = "") -> Part
     return Part(what, f"{count} x {size / GIB:.2f} GiB{more}", count * size)
 
 
-def _disk(config: RunConfig) -> list[Part]:
+def _disk(config: RunConfig, files: tuple[Part, Part] | None) -> list[Part]:
+    """Estimate the run folder, of a policy that writes such `files` for a version and a checkpoint."""
     roles = desired(config)
     parts = [Part("code/, tasks", "a copy of the packages", CODE, CODE_FILES)]
     if "learner" in roles:
-        parts += _states(config)
+        parts += _states(config, *files) if files else []
         parts.append(_batches(config))
     if "rollout" in roles:
         parts += _episodes(config)
@@ -217,14 +207,10 @@ def _disk(config: RunConfig) -> list[Part]:
     return [*parts, curves, Part("nodes/, launch/, logs/", "three files a job", count * 5e3, 4 * count)]
 
 
-def _states(config: RunConfig) -> list[Part]:
-    """Estimate all versions of the weights, and all checkpoints; nothing for a policy that does not know."""
-    policy, learner, kept = config.policy, config.learner, config.retention
-    sizes = policy.files(Path(config.model))
-    if sizes is None:
-        return []
-    weights, checkpoint = sizes
-    ranks = policy.processes * learner.data_parallel
+def _states(config: RunConfig, weights: Part, checkpoint: Part) -> list[Part]:
+    """Estimate all versions of the weights, and all checkpoints."""
+    learner, kept = config.learner, config.retention
+    ranks = config.policy.processes * learner.data_parallel
 
     def milestones(made_every: int) -> int:
         return config.steps // math.lcm(kept.keep_every, made_every) if kept.keep_every else 0

@@ -13,7 +13,6 @@ from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import submissions, tasks
 from hpc_swe.base.store.trajectories import Trajectory
 from hpc_swe.cluster.executors.base import Submission
-from hpc_swe.config import conflicts
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.launch import estimate, existing, submit, trajectories
 from hpc_swe.launch.estimate import Costs, RoleJobs
@@ -68,7 +67,7 @@ class RunPlan:
 
 
 def plan_start(run: RunDir, config: RunConfig) -> RunPlan:
-    """Return the plan of a start or of a continuation; raise what `existing.load` does for one that exists."""
+    """Return the plan of a start or of a continuation; raise what `existing.load` does."""
     made = existing.load(run) if run.config.exists() and run.manifest.exists() else None
     complaints: list[str] = []
     taken = Taken({})
@@ -82,8 +81,6 @@ def plan_start(run: RunDir, config: RunConfig) -> RunPlan:
 
 def take(config: RunConfig) -> Taken:
     """Return what a new run works on; raise ConfigError if it is nothing, or if some cannot be used."""
-    for doubt in conflicts.doubts(config):
-        log.warning("%s", doubt)
     if trajectories.is_source(config):
         return Taken({}, trajectories.take(config))
     if (config.mode, config.sft.source) == ("sft", "episodes"):
@@ -126,10 +123,8 @@ def _take_tasks(config: RunConfig) -> Mapping[Split, Sequence[Task]]:
     """
     wanted = config.tasks
     taken = wanted.take(config.taskset)
-    _require_images(config, [*taken["train"], *taken["eval"]])
-    _require_checked(config, [*taken["train"], *taken["eval"]])
-    if config.mode != "sft":
-        config.agent.check_tasks([*taken["train"], *taken["eval"]])
+    found = [*taken["train"], *taken["eval"]]
+    _require_images(config, found)
     if config.mode == "eval" and not taken["eval"]:
         raise ConfigError(
             f"tasks.eval = {wanted.eval} (--tasks), tasks.eval_from = {wanted.eval_from}: [taskset] has no "
@@ -145,9 +140,12 @@ def _take_tasks(config: RunConfig) -> Mapping[Split, Sequence[Task]]:
             f"task there, but eval.every = {config.eval.every}; ask for some, or set eval.every = 0"
         )
     _check_held_out(config, taken)
-    for key, asked, found in (("train", wanted.train, taken["train"]), ("eval", wanted.eval, taken["eval"])):
-        if len(found) < asked:
-            log.warning("tasks.%s = %d: [taskset] has %d of them only", key, asked, len(found))
+    for key, asked, own in (("train", wanted.train, taken["train"]), ("eval", wanted.eval, taken["eval"])):
+        if len(own) < asked:
+            log.warning("tasks.%s = %d: [taskset] has %d of them only", key, asked, len(own))
+    _require_checked(config, found)
+    if config.mode != "sft":
+        config.agent.check_tasks(found)
     return taken
 
 

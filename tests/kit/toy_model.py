@@ -20,6 +20,20 @@ TEXT = """You repair programs. Tools: view, replace, run. system user assistant 
 {"name": "view", "arguments": {"path": "m.py"}} def f(x, y): return x + y  # <function=view> <parameter=path>
 """
 
+SHAPE: dict[str, object] = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 352,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 1024,
+}
+
 # Tools in the system turn, several tool results in one user turn, as hermes-style models have it.
 HEAD = """{%- if tools %}{{- '<|im_start|>system\n' }}
 {%- if messages[0].role == 'system' %}{{- messages[0].content + '\n\n' }}{%- endif %}

@@ -33,38 +33,16 @@ from hpc_swe.models.weight_files import read_header
 from tests.kit.checkout import ROOT
 from tests.kit.crash import in_child, refuse
 from tests.kit.toy import row, write_rows
-from tests.kit.toy_model import HERMES, make_model, write_weights
+from tests.kit.toy_model import SHAPE, write_weights
 from tests.kit.waiting import DEADLINE_S, until
 
 NO_CHARGE = "grader.cheated_reward=0"
 MAX_RL = (NO_CHARGE, "advantage={type='max_rl'}")
-SHAPE = {
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 352,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4,
-    "max_position_embeddings": 1024,
-}
 SLURM = 'executor={type="slurm", roles={learner={nodes=2}}}'
 GRES = 'executor.roles.inference.options={gres="gpu:2"}'
 TORCH = "policy.device = 'gpu', but torch .* is a build for CPUs"
 VLLM = "engine.device = 'gpu', but vLLM .* is a build for CPUs"
 SFT = ['mode="sft"', 'learner.loss={objective="sft"}']
-
-
-@pytest.fixture
-def model(tmp_path):
-    folder = make_model(tmp_path / "model", HERMES)
-    (folder / "config.json").write_text(json.dumps(SHAPE))
-    (folder / "generation_config.json").write_text('{"eos_token_id": 322}')
-    write_weights(folder)
-    return folder
 
 
 @pytest.fixture
