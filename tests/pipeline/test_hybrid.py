@@ -13,8 +13,7 @@ from hpc_swe.base.store import weights  # noqa: E402
 from tests.kit.run_processes import role_pids  # noqa: E402
 
 STEPS = 2
-TWO = ["learner.data_parallel=2", "engine.tensor_parallel=2"]
-"""Two processes of the learner, and one engine of two workers."""
+TWO = "learner.data_parallel=2"
 
 
 def test_turns_end_with_their_holders_and_the_run_finishes(small_run, warm_model):
@@ -26,7 +25,7 @@ def test_turns_end_with_their_holders_and_the_run_finishes(small_run, warm_model
             os.kill(killed[0], signal.SIGKILL)
 
     words = [f"model={warm_model}", f"steps={STEPS}", "eval.every=0", "groups.resample=false"]
-    run = small_run("hybrid", *words, *TWO, "hybrid=true", "groups.max_staleness=0", each=kill_once)
+    run = small_run("hybrid", *words, TWO, "hybrid=true", "groups.max_staleness=0", each=kill_once)
     assert run.finished.exists()
     assert killed
     assert max(v.step for v in weights.published(run)) == STEPS
