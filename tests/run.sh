@@ -5,8 +5,8 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-kind="not cluster" at_once=$(($(nproc) + 2)) # since many slow tests wait
-[ "${1:-}" = quick ] && kind="not slow and not cluster" at_once=$(nproc)
+kind="not cluster" at_once=$(($(nproc) + 2)) # since many tests wait
+[ "${1:-}" = quick ] && kind="not slow and not cluster"
 unset PYTHONDONTWRITEBYTECODE # or each of some thousand processes compiles the project once more
 export OMP_NUM_THREADS=1 # or torch's threads spin on cores that the other parts use
 shared=$(mktemp -d)

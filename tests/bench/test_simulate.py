@@ -34,6 +34,7 @@ def test_lost_races_slow_a_worker_down_and_claims_speed_it_up_again():
     assert rests(*[(1, 0, 3)] * 8, *[(1, 1, 0)] * 8)[-1] == FIRST_PAUSE_S
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", [1.1, 0.5], ids=["requests wait", "workers wait"])
 def test_a_thousand_workers_win_most_races_and_keep_their_slots_busy(load):
     found = simulate(Settings(workers=1024, load=load, lasts_s=500.0, warm_s=350.0))

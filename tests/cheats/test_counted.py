@@ -274,6 +274,7 @@ MANY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", MANY.values(), ids=MANY.keys())
 def test_a_test_may_compare_more_than_a_report_holds(tmp_path: Path, body: str) -> None:
     task = task_of(tmp_path, HEAD + FOUR + "def test_many():\n" + body)
@@ -349,6 +350,7 @@ def test_what_the_tests_themselves_do_to_the_process_is_no_cheat(tmp_path: Path)
     assert graded(task_of(tmp_path, HEAD + FOUR), f"import sys\nsys.settrace(None)\n{RIGHT}")[0] == "cheated"
 
 
+@pytest.mark.slow
 def test_answers_of_several_long_loops_fit_into_the_report_together(tmp_path: Path) -> None:
     loop = "    for n in range(3_000):\n        assert 0 <= f(n) < 10**6\n        assert f(1) == 3\n"
     tests = "".join(f"def test_{name}():\n{loop}" for name in "abcdef")

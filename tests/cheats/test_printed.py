@@ -44,6 +44,7 @@ def test_only_what_a_program_prints_is_judged(text: str, is_right: bool, task: T
     assert (score.reward == 1) is is_right, score
 
 
+@pytest.mark.slow
 def test_a_program_that_never_ends_is_waited_for_once(task: Task, grade: Grade) -> None:
     """Loops without an end are frequent, and would hold the tests for their whole time limit."""
     score = grade(

@@ -111,6 +111,7 @@ def test_patches_keep_the_line_ends_of_files(tmp_path):
     subprocess.run(["git", "apply"], cwd=tmp_path, input=one.patch.encode(), check=True)
 
 
+@pytest.mark.slow
 def test_a_commit_of_more_files_than_a_command_line_holds_is_read(tmp_path):
     """Linux takes two million bytes of arguments."""
     git(tmp_path, "init", "-q")

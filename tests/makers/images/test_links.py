@@ -5,6 +5,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.makers import history
 from hpc_swe.makers.images.sources import Built
@@ -30,6 +32,7 @@ class Watching:
         return {"test": "passed"}, ""
 
 
+@pytest.mark.slow
 def test_no_file_of_an_image_changes_while_its_tests_run(tmp_path, monkeypatch):
     """A grader would blame the host for it."""
     make(tmp_path / "calc", tmp_path / "looks")

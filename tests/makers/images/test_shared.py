@@ -29,6 +29,7 @@ def images_of(folder, *made):
     return wanted(msgspec.structs.replace(config, taskset=tasks))[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shown", SOLUTIONS)
 def test_an_image_that_shows_the_solution_of_any_of_its_tasks_is_refused(repository, tmp_path, shown, capsys):
     source, base = repository

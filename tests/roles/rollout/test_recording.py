@@ -62,6 +62,7 @@ def converse(on: Stage, script: Sequence[dict]) -> list[Turn]:
     return on.recorder.close("over")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FORMS)
 @settings(max_examples=150)
 @given(script=st.lists(replies(), min_size=1, max_size=5))
