@@ -48,7 +48,6 @@ def visible(task: Task) -> list[str]:
 
 
 def _holds(place: str, task: Task) -> bool:
-    """Return whether a path is that of a file of the task, or of a folder with one."""
     path = posixpath.normpath(place)
     return path == "." or any(file == path or file.startswith(f"{path}/") for file in task.files)
 

@@ -179,7 +179,6 @@ class Drawing:
             events.deciles(name, step, first.time if first else time.time(), counts)
 
     def _draw_episodes(self, events: _EventFile, name: str) -> None:
-        """Draw up to three episodes of a step as text."""
         self._shown.add(name)
         step = name.removesuffix(".parquet").rpartition("_")[2]
         try:

@@ -116,7 +116,6 @@ class Checker:
             return self.grader.changed_tests(task, reference, self.sandboxes)
 
     def _blamed_on_image(self, task: Task, reference: str) -> tuple[Kind, str] | None:
-        """Return a verdict if the tests do not run because the image lacks a module."""
         missing = _MISSING.search(_run_bare(task, reference, self.sandboxes)[1])
         if missing is None:
             return None

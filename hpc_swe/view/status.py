@@ -76,7 +76,6 @@ def _head(view: RunView, width: int) -> list[str]:
 
 
 def _age(view: RunView) -> list[str]:
-    """Return a warning when the coordinator no longer renews its report."""
     if "FINISHED" in view.orders or view.silent_s <= ASK_S:
         return []
     is_known = view.desired.get("coordinator", 0) > 0 and not view.queue.silence

@@ -142,7 +142,6 @@ class TokenBuilder:
         return Rendering(parts, answer.slots)
 
     def _check(self) -> None:
-        """Prove on a small conversation that ids can be appended."""
         for new in (_NEW[:1], _NEW[:2], _NEW, _NEW[2:]):
             for tools in ("", _TOOLS):
                 short, long = (self._after(_BASE * times, new, tools) for times in (1, 2))
@@ -180,7 +179,6 @@ def _thoughts(opening: str) -> Literal["free", "opened", "closed"]:
 
 
 def _end_of_turn(tokens: Tokens, template: ChatTemplate) -> int:
-    """Return the control token that the template writes after an answer."""
     _, end = template.render(_BASE, "", generate=False).cut(1)
     ids = tokens.encode_parts(end.flagged)
     if not ids or ids[0] not in tokens.control.values():

@@ -182,7 +182,6 @@ def _call_for_template(call: ToolCall, slots: _Slots) -> dict[str, object]:
 
 
 def _map_strings(value: object, change: Callable[[str], str]) -> object:
-    """Change every string of a JSON value, keys too."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):

@@ -91,7 +91,6 @@ def _edited(text: str, path: str, block: str) -> str:
 
 
 def _edits(block: str) -> list[tuple[str, str]]:
-    """Return the old and the new text of each edit of a block."""
     found: list[tuple[str, str]] = []
     parts: list[list[str]] = []
     for line in block.splitlines(keepends=True):
@@ -187,7 +186,6 @@ def _opening(new: ast.Module, lines: list[str]) -> list[str]:
 
 
 def _definitions(body: list[ast.stmt], owner: str = "") -> Iterator[tuple[str, Definition]]:
-    """Yield the functions of a module and of its classes by their qualified names."""
     for node in body:
         if isinstance(node, Definition):
             yield owner + node.name, node

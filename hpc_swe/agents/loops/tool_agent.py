@@ -184,7 +184,6 @@ class _BoundedSession(ProgramSession):
 
 
 def _load(agent: ToolAgent) -> dict[str, Tool]:
-    """Return the tools by the names that the policy calls them by."""
     loaded: dict[str, Tool] = {}
     for each in agent.tools:
         table = {"type": each} if isinstance(each, str) else dict(each)

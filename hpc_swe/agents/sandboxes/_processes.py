@@ -164,7 +164,6 @@ class Processes:
         return bool(theirs) and is_still and not others and theirs.keys() <= self._at_rest.keys()
 
     def _found(self) -> tuple[dict[int, Seen], dict[int, Seen]]:
-        """Return the session's processes, and all others, by number."""
         found = {}
         for name in others():
             with contextlib.suppress(OSError):  # it ended meanwhile

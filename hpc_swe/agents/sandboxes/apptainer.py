@@ -154,7 +154,6 @@ class Apptainer(Plugin, ImageSandboxes, frozen=True, kw_only=True):
             return Container(command, self.limits, self.warm_up, self.start_timeout_s, targets)
 
     def _mount(self, mount: str) -> tuple[str, str]:
-        """Return Apptainer's option for a mount, and its path in the container."""
         source, _, target = mount.rpartition(":")
         path = Path(source).resolve()
         if not source or not path.exists() or not target.startswith("/"):

@@ -221,7 +221,6 @@ def _clear(final: Path, kind: type[M]) -> None:
 
 @contextlib.contextmanager
 def _listed(path: Path) -> Iterator[io.BufferedReader]:
-    """Open a file of a published folder, whose manifest lists it."""
     try:
         with atomic.storage(path), atomic.opened(path) as file:
             yield file

@@ -176,7 +176,6 @@ def _digest(node: ast.AST) -> str:
 
 
 def _changes(module: Module, function: FunctionNode) -> Iterator[tuple[ast.stmt, Change]]:
-    """Yield the changes of a function, each with the statement that it is in."""
     yield from ((function.body[0], change) for change in _of_defaults(module, function))
     stored = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     names = sorted(stored | _arguments(function))
@@ -378,7 +377,6 @@ def _of_call(module: Module, node: ast.expr) -> Iterator[Change]:
 
 
 def _of_name(module: Module, node: ast.expr, names: Sequence[str]) -> Iterator[Change]:
-    """Replace a name by another one of the same function."""
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in names and len(names) > 1:
         other = names[(names.index(node.id) + 1) % len(names)]
         yield "wrong variable", module.start(node), module.end(node), other

@@ -117,7 +117,6 @@ class Search:
             raise ConfigError(str(error)) from None
 
     def _of_module(self, module: Path, tests: Sequence[Path]) -> CodeSource:
-        """Return a module with its tests, or those in its docstrings, and the packages that both are in."""
         root, text = _root(module), _code(module)
         target = module.relative_to(root).as_posix()
         if not tests:
@@ -138,7 +137,6 @@ class Search:
         return CodeSource(module.stem, module, target, files, tuple(paths))
 
     def _of_folder(self, folder: Path) -> Iterator[CodeSource]:
-        """Yield each module of a folder or package with all tests in it or beside it."""
         root = _root(folder / "__init__.py") if (folder / "__init__.py").exists() else folder
         places = [folder, *(place for place in (root / "tests", root / "test") if place.is_dir())]
         texts = self._texts({path for place in places for path in place.rglob("*.py")}, root)
@@ -155,12 +153,10 @@ class Search:
                 yield CodeSource(path, root / path, path, texts, tests)
 
     def _package(self, module: Path, root: Path) -> dict[str, str]:
-        """Return the Python files of the top package that a module is in, or the module alone."""
         top = root / module.relative_to(root).parts[0]
         return self._texts({*top.rglob("*.py")} if top.is_dir() else {module}, root)
 
     def _texts(self, paths: set[Path], root: Path) -> dict[str, str]:
-        """Return path below the root -> text, of the files that can be read."""
         found = {}
         for path in sorted(path for path in paths if not _is_hidden(path, root) and not path.is_dir()):
             try:

@@ -49,7 +49,6 @@ def _function(mutant: Mutant, text: str) -> str:
 
 
 def _shown(failing: set[str], files: Mapping[str, str]) -> Iterator[str]:
-    """Yield the text of the shortest failing tests, as far as they fit."""
     texts = [
         ast.get_source_segment(files[path], test, padded=True) or ""
         for path in sorted({name.partition("::")[0] for name in failing})

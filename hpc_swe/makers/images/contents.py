@@ -94,7 +94,6 @@ def _tar(data: bytes) -> Inner:
 
 
 def _ar(data: bytes) -> Inner:
-    """Unpack the format of Debian's packages."""
     at = 8
     while at + 60 <= len(data):
         size = max(0, int(data[at + 48 : at + 58]))  # a damaged file may say less, without end
@@ -116,7 +115,6 @@ def _zlib(data: bytes) -> Inner:
 
 
 def _pack(data: bytes, git_s: float) -> Inner:
-    """Unpack the blobs of git's packs and bundles."""
     with tempfile.TemporaryDirectory(prefix="hpc_swe-") as folder:
         git, env = ["git", "-C", folder], {**os.environ, "LC_ALL": "C.UTF-8"}
 

@@ -210,7 +210,6 @@ def _tree(source: bytes) -> ast.Module:
 
 
 def _codes(source: bytes) -> set[bytes]:
-    """Return the instructions of a module and of all its functions."""
     todo: list[CodeType] = [compile(_tree(source), "", "exec", dont_inherit=True)]
     for code in todo:  # the loop extends the list
         todo += [inner for inner in code.co_consts if isinstance(inner, CodeType)]

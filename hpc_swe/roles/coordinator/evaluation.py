@@ -171,7 +171,6 @@ class Evaluator:
         return None if step is None or self.label(step) in self._done else step
 
     def _under_way(self, ledger: Ledger) -> list[int]:
-        """Return the steps of the rounds that have groups, in order."""
         return sorted({group // len(self.tasks) for split, group in ledger.groups if split == "eval"})
 
     def _request(self, keys: Sequence[Key], collector: ResultCollector, snapshot: RunSnapshot) -> None:
@@ -196,7 +195,6 @@ class Evaluator:
         self._report(step, rows)
 
     def _report(self, step: int, rows: Sequence[Attempt]) -> None:
-        """Log the metrics of a finished round."""
         best = select(self._rates)
         values = {"solve/best": best.rate, "solve/best_step": float(best.step)} if best else {}
         for label in self.config.decodings.keys() & {row.sampling for row in rows}:

@@ -72,7 +72,6 @@ def find_flaw(episode: Episode, routing_bytes: int | None = None) -> str:
 
 
 def _routed_tokens(turn: Turn) -> int:
-    """Return the number of tokens that the routing of a turn is about."""
     count = len(turn.appended_ids) // 4 + len(turn.completion)
     return max(1, count - (turn.parent is None))
 

@@ -95,7 +95,6 @@ class Training:
         return Progress(waits_for or evaluating, self.step, self._log.recent, errors, kept, awaits_learner)
 
     def _look_for_signs(self) -> None:
-        """Read whether the learner has seen a sign that ends the run."""
         known, self._sign = self._sign, stop_signs.read(self._run).reason
         if self._sign and not known:
             log.warning("early end: %s", self._sign)

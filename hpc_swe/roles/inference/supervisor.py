@@ -356,7 +356,6 @@ class Supervisor:
         self._lost, self._loading = self._loading or self._lost, frozenset()
 
     def _complain(self, why: str) -> None:
-        """Say in the log and in the cell why newer weights are not served."""
         log.error("%s", why)
         self._show(trouble=why, refusals=self._refused.in_row)
 

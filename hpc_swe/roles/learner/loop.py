@@ -141,7 +141,6 @@ def _save_if_due(learner: Learner, publisher: Publisher[Learner], clock: SaveClo
 
 
 def _obey(order: Order, publisher: Publisher[Learner]) -> bool:
-    """Carry out an order, and return whether it ends the learner."""
     log.info("order %s", order.name)
     if order is Order.DRAIN:
         publisher.publish_checkpoint()

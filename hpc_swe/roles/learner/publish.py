@@ -202,7 +202,6 @@ class Publisher(Generic[L]):
         return _divide(self._ranks, names, lambda name: folders.describe(stage / name), meanwhile)
 
     def _probe(self) -> ProbeScore:
-        """Score a text with which engines check the weights that they loaded."""
         learner, ids = self._learner, list(self._probe_ids)
         return ProbeScore(token_ids=ids, logprobs=learner.logprobs(ids), tolerance=learner.tolerance)
 
@@ -239,7 +238,6 @@ def _newest_incarnation(run: RunDir) -> int:
 
 
 def _files(stage: Path) -> list[str]:
-    """List the files of a folder and of the folders in it, by their paths within it."""
     return sorted(str(path.relative_to(stage)) for path in stage.rglob("*") if path.is_file())
 
 

@@ -74,7 +74,6 @@ def _histogram(gap: Tensor) -> Tensor:
 
 
 def _percentile(counts: Sequence[float], share: float) -> float:
-    """Return the upper edge of the bin that contains the percentile."""
     due, seen = share * sum(counts), 0.0
     for index, count in enumerate(counts):
         seen += count
