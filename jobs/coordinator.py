@@ -15,7 +15,7 @@ from hpc_swe.config.settings import RunConfig
 from hpc_swe.launch import demonstrations
 from hpc_swe.models.model_shape import ModelShape
 from hpc_swe.roles.coordinator import archive, sft
-from hpc_swe.roles.coordinator.batches import BatchSettings
+from hpc_swe.roles.coordinator.batching.batches import BatchSettings
 from hpc_swe.roles.coordinator.curriculum import TaskPlan, WeightedTasks
 from hpc_swe.roles.coordinator.dispatch import RequestPlan
 from hpc_swe.roles.coordinator.evaluation import Evaluating, Evaluator

@@ -23,9 +23,9 @@ from hpc_swe.base.tables import console, say
 from hpc_swe.launch import existing, trajectories
 from hpc_swe.makers.select_rows import rows_with_id
 from hpc_swe.roles.coordinator import archive
+from hpc_swe.roles.coordinator.batching.groups import failure_cause
+from hpc_swe.roles.coordinator.batching.samples import make_samples
 from hpc_swe.roles.coordinator.dispatch import stable_hash
-from hpc_swe.roles.coordinator.groups import failure_cause
-from hpc_swe.roles.coordinator.samples import make_samples
 from hpc_swe.view import exhibits
 
 TEXT = pa.string()

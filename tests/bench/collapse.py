@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hpc_swe.base import cli, tables
 from hpc_swe.models.advantages.grpo import Grpo
 from hpc_swe.models.policies.base import LossConfig, OptimizerConfig, TrainedTokens
-from hpc_swe.roles.coordinator.packing import split, token_weights
+from hpc_swe.roles.coordinator.batching.packing import split, token_weights
 from hpc_swe.roles.learner.loss import PolicyObjective
 
 WORDS, OPERATORS = 16, 9

@@ -15,10 +15,10 @@ from hpc_swe.base import cli, tables
 from hpc_swe.base.records import CoordinatorState
 from hpc_swe.config.settings import BatchesConfig, GroupsConfig
 from hpc_swe.models.advantages.grpo import Grpo
-from hpc_swe.roles.coordinator import batches
-from hpc_swe.roles.coordinator.batches import BatchSettings, GroupDecision
+from hpc_swe.roles.coordinator.batching import batches
+from hpc_swe.roles.coordinator.batching.batches import BatchSettings, GroupDecision
+from hpc_swe.roles.coordinator.batching.groups import Group, Member
 from hpc_swe.roles.coordinator.dispatch import dispatch_end
-from hpc_swe.roles.coordinator.groups import Group, Member
 from hpc_swe.roles.coordinator.training import AHEAD
 from tests.kit.made_episodes import scored
 

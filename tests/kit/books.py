@@ -17,7 +17,7 @@ from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, folders, weights
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.roles.coordinator import archive
-from hpc_swe.roles.coordinator.samples import make_samples
+from hpc_swe.roles.coordinator.batching.samples import make_samples
 
 Tokens = Counter[tuple[bytes, bytes, bytes]]
 """How often each sequence is there: its ids, the mask of those that are trained, their log-probabilities."""

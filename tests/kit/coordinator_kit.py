@@ -35,8 +35,8 @@ from hpc_swe.config.settings import (
     RetentionConfig,
 )
 from hpc_swe.models.advantages.grpo import Grpo
-from hpc_swe.roles.coordinator import batches
-from hpc_swe.roles.coordinator.batches import BatchSettings
+from hpc_swe.roles.coordinator.batching import batches
+from hpc_swe.roles.coordinator.batching.batches import BatchSettings
 from hpc_swe.roles.coordinator.curriculum import TaskPlan, WeightedTasks
 from hpc_swe.roles.coordinator.dispatch import RequestPlan
 from hpc_swe.roles.coordinator.evaluation import Evaluator

@@ -13,7 +13,7 @@ from hpc_swe.base.records import WeightManifest, float_array, id_array
 from hpc_swe.base.store import atomic, folders, weights
 from hpc_swe.cluster.processes import descendants
 from hpc_swe.launch import existing
-from hpc_swe.roles.coordinator.samples import make_samples
+from hpc_swe.roles.coordinator.batching.samples import make_samples
 from tests.kit.books import Books, torn
 from tests.kit.run_processes import command, processes_of, role_pids
 from tests.kit.waiting import until

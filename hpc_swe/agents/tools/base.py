@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol, get_type_hints
 import msgspec
 
 from hpc_swe.agents.sandboxes.base import CommandResult, Sandbox
-from hpc_swe.agents.tools._patterns import matches
+from hpc_swe.agents.tools._text.patterns import matches
 from hpc_swe.base.records import Task
 
 

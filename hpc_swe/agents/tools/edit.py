@@ -4,7 +4,7 @@ import itertools
 import re
 
 from hpc_swe.agents.sandboxes.base import Sandbox
-from hpc_swe.agents.tools._files import is_missing, line_start, name, read_text, with_ends, write_text
+from hpc_swe.agents.tools._text.files import is_missing, line_start, name, read_text, with_ends, write_text
 from hpc_swe.agents.tools.base import Tool, ToolError
 from hpc_swe.base.loader import Plugin
 from hpc_swe.base.records import Task

@@ -8,9 +8,8 @@ from hpc_swe.agents.tools.base import SandboxBroken, Tool, ToolError, below, cut
 from hpc_swe.base.loader import Plugin
 from hpc_swe.base.records import Task
 
-_TEXTS = [
-    Path(__file__).with_name(part).read_text(encoding="utf-8") for part in ("_patterns.py", "_search.py")
-]
+_PARTS = Path(__file__).with_name("_text")
+_TEXTS = [(_PARTS / part).read_text(encoding="utf-8") for part in ("patterns.py", "search.py")]
 _PROGRAM = re.sub(r"(?m)^from hpc_swe.*$", "", "\n\n".join(_TEXTS))
 
 

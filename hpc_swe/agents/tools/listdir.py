@@ -8,7 +8,7 @@ import errno
 from dataclasses import dataclass
 
 from hpc_swe.agents.sandboxes.base import Sandbox
-from hpc_swe.agents.tools._files import name
+from hpc_swe.agents.tools._text.files import name
 from hpc_swe.agents.tools.base import Tool, ToolError, below, is_ignored, is_read_only
 from hpc_swe.base.loader import Plugin
 from hpc_swe.base.records import Task

@@ -13,13 +13,15 @@ import msgspec
 from msgspec import Struct
 
 from hpc_swe.agents.sandboxes.base import INTERRUPT, ProgramSession, Sandbox, SessionEnded
-from hpc_swe.agents.tools._breakpoints import Breakpoint, moved
-from hpc_swe.agents.tools._files import name, read_text
+from hpc_swe.agents.tools._pdb.breakpoints import Breakpoint, moved
+from hpc_swe.agents.tools._text.files import name, read_text
 from hpc_swe.agents.tools.base import SandboxBroken, Tool, ToolError, below, cut
 from hpc_swe.base.loader import Plugin
 from hpc_swe.base.records import Task
 
-_PARTS = ("_debugger_pipes", "_breakable", "_debugger", "_debugger_run")
+_PARTS = [
+    Path(__file__).with_name("_pdb") / f"{part}.py" for part in ("channel", "breakable", "debugger", "run")
+]
 _MOST_COMMAND_CHARS = 10_000
 _MOST_FILE_CHARS = 2_000
 """Characters of what to debug, arguments included; answers repeat them."""
@@ -32,7 +34,7 @@ _ON_BREAKPOINTS = ("b", "break", "tbreak", "cl", "clear", "condition", "disable"
 
 def _program() -> str:
     """Return the debugger as one text, which runs under a name that no file of a program has."""
-    texts = [Path(__file__).with_name(f"{part}.py").read_text(encoding="utf-8") for part in _PARTS]
+    texts = [part.read_text(encoding="utf-8") for part in _PARTS]
     future = "from __future__ import annotations\n"
     text = future + re.sub(r"(?m)^from (hpc_swe|__future__).*$", "", "\n\n".join(texts))
     return f"exec(compile({text!r}, '<debugger>', 'exec'))\nmain(sys.argv[1:])\n"

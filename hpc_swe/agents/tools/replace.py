@@ -1,7 +1,7 @@
 """Replace a piece of one line."""
 
 from hpc_swe.agents.sandboxes.base import Sandbox
-from hpc_swe.agents.tools._files import count_lines, line_start, read_text, with_ends, write_text
+from hpc_swe.agents.tools._text.files import count_lines, line_start, read_text, with_ends, write_text
 from hpc_swe.agents.tools.base import Tool, ToolError
 from hpc_swe.base.loader import Plugin
 from hpc_swe.base.records import Task

@@ -1,7 +1,14 @@
 """Replace a range of lines."""
 
 from hpc_swe.agents.sandboxes.base import Sandbox
-from hpc_swe.agents.tools._files import count_lines, is_missing, line_start, read_text, with_ends, write_text
+from hpc_swe.agents.tools._text.files import (
+    count_lines,
+    is_missing,
+    line_start,
+    read_text,
+    with_ends,
+    write_text,
+)
 from hpc_swe.agents.tools.base import Tool, ToolError
 from hpc_swe.base.loader import Plugin
 from hpc_swe.base.records import Task

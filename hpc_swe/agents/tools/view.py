@@ -1,7 +1,7 @@
 """Show a file with line numbers."""
 
 from hpc_swe.agents.sandboxes.base import Sandbox
-from hpc_swe.agents.tools._files import count_lines, is_folder, line_start, read_text
+from hpc_swe.agents.tools._text.files import count_lines, is_folder, line_start, read_text
 from hpc_swe.agents.tools.base import Tool, ToolError, is_read_only
 from hpc_swe.agents.tools.listdir import Listdir
 from hpc_swe.base.loader import Plugin

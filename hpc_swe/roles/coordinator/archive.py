@@ -19,8 +19,8 @@ from hpc_swe.base.errors import CorruptRecord
 from hpc_swe.base.records import Episode, IdArray, ScoredEpisode
 from hpc_swe.base.store import atomic
 from hpc_swe.base.store.evals import CONVERSATION
-from hpc_swe.roles.coordinator.groups import dispatch_step
-from hpc_swe.roles.coordinator.samples import drop_routing, sampled_tokens
+from hpc_swe.roles.coordinator.batching.groups import dispatch_step
+from hpc_swe.roles.coordinator.batching.samples import drop_routing, sampled_tokens
 
 NAME = re.compile(r"step_[0-9]{6,}\.parquet")
 

@@ -17,8 +17,8 @@ from hpc_swe.base.errors import StorageError
 from hpc_swe.base.records import RolloutRequest, ScoredEpisode
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store.spool import ALONE_S, PATIENCE_S, Address, Spool
-from hpc_swe.roles.coordinator import batch_metrics
-from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, failure_cause, parse_name
+from hpc_swe.roles.coordinator.batching import batch_metrics
+from hpc_swe.roles.coordinator.batching.groups import Group, Key, Ledger, failure_cause, parse_name
 from hpc_swe.roles.coordinator.snapshot import RunSnapshot
 from hpc_swe.tasks.graders.base import DISAGREES, GRADER_BROKE, SILENT
 

@@ -28,8 +28,8 @@ from msgspec.structs import replace
 from hpc_swe.base.records import RolloutRequest
 from hpc_swe.base.store.task_history import PlannedGroup, RunHistory, TaskHistory
 from hpc_swe.config.settings import CurriculumConfig
+from hpc_swe.roles.coordinator.batching.groups import Group
 from hpc_swe.roles.coordinator.dispatch import RequestPlan
-from hpc_swe.roles.coordinator.groups import Group
 
 
 @dataclass(frozen=True)

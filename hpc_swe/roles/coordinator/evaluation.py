@@ -21,10 +21,10 @@ from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, evals, weights
 from hpc_swe.base.store.evals import Attempt
 from hpc_swe.config.settings import EvalConfig
+from hpc_swe.roles.coordinator.batching.groups import Group, Key, Ledger, Member, failure_cause
+from hpc_swe.roles.coordinator.batching.samples import sampled_tokens
 from hpc_swe.roles.coordinator.collect import ResultCollector
 from hpc_swe.roles.coordinator.dispatch import request
-from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, Member, failure_cause
-from hpc_swe.roles.coordinator.samples import sampled_tokens
 from hpc_swe.roles.coordinator.selection import EvalRate, select
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
 

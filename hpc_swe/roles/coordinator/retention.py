@@ -17,7 +17,7 @@ from hpc_swe.base.store import atomic, checkpoints, folders, weights
 from hpc_swe.base.store.checkpoints import Checkpoint
 from hpc_swe.base.store.spool import STATES
 from hpc_swe.config.settings import RetentionConfig
-from hpc_swe.roles.coordinator import batches
+from hpc_swe.roles.coordinator.batching import batches
 
 TEMPORARY = re.compile(r"\..*-([0-9a-f]{8})")
 

@@ -37,12 +37,12 @@ from hpc_swe.base.records import (
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import checkpoints, folders
 from hpc_swe.base.store.trajectories import Trajectory
-from hpc_swe.roles.coordinator import batch_metrics, batches
-from hpc_swe.roles.coordinator.batches import BatchPlan
+from hpc_swe.roles.coordinator.batching import batch_metrics, batches
+from hpc_swe.roles.coordinator.batching.batches import BatchPlan
+from hpc_swe.roles.coordinator.batching.groups import failure_cause
+from hpc_swe.roles.coordinator.batching.packing import pack_minibatches, token_weights
+from hpc_swe.roles.coordinator.batching.samples import Chains, build_sample, make_samples
 from hpc_swe.roles.coordinator.dispatch import stable_hash
-from hpc_swe.roles.coordinator.groups import failure_cause
-from hpc_swe.roles.coordinator.packing import pack_minibatches, token_weights
-from hpc_swe.roles.coordinator.samples import Chains, build_sample, make_samples
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
 
 AHEAD = 32

@@ -22,14 +22,15 @@ from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import checkpoints, stop_signs, task_history
 from hpc_swe.base.store.spool import Spool
 from hpc_swe.base.store.task_history import RunHistory
-from hpc_swe.roles.coordinator import archive, batch_metrics, batches
-from hpc_swe.roles.coordinator.batches import BatchPlan, BatchSettings, GroupDecision
+from hpc_swe.roles.coordinator import archive
+from hpc_swe.roles.coordinator.batching import batch_metrics, batches
+from hpc_swe.roles.coordinator.batching.batches import BatchPlan, BatchSettings, GroupDecision
+from hpc_swe.roles.coordinator.batching.groups import Group, Key, Ledger
+from hpc_swe.roles.coordinator.batching.samples import add_routing, sampled_tokens
 from hpc_swe.roles.coordinator.collect import ResultCollector
 from hpc_swe.roles.coordinator.curriculum import TaskPlan
 from hpc_swe.roles.coordinator.dispatch import RATE_FLOOR, dispatch_end
 from hpc_swe.roles.coordinator.evaluation import Evaluator
-from hpc_swe.roles.coordinator.groups import Group, Key, Ledger
-from hpc_swe.roles.coordinator.samples import add_routing, sampled_tokens
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
 
 AHEAD = 1

@@ -26,7 +26,7 @@ from hpc_swe.base.transcript import clean
 from hpc_swe.config import config as configuration
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.launch import existing
-from hpc_swe.roles.coordinator.batches import BatchSettings
+from hpc_swe.roles.coordinator.batching.batches import BatchSettings
 from hpc_swe.view import exhibits
 from hpc_swe.view.report import curves, episodes, index, pages
 from hpc_swe.view.report.episodes import Data

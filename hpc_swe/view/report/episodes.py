@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from hpc_swe.base.records import Episode, Message, ScoredEpisode, Turn, float_array, id_array
 from hpc_swe.base.transcript import arguments, clean
-from hpc_swe.roles.coordinator.samples import find_flaw, path_to, trained_turns
+from hpc_swe.roles.coordinator.batching.samples import find_flaw, path_to, trained_turns
 from hpc_swe.view.report.spelling import Speller
 from hpc_swe.view.report.training import Use
 

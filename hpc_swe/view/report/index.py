@@ -13,8 +13,8 @@ from hpc_swe.base.errors import CorruptRecord
 from hpc_swe.base.records import ScoredEpisode, Split
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic
-from hpc_swe.roles.coordinator.groups import dispatch_step
-from hpc_swe.roles.coordinator.samples import sampled_tokens
+from hpc_swe.roles.coordinator.batching.groups import dispatch_step
+from hpc_swe.roles.coordinator.batching.samples import sampled_tokens
 
 CHUNK = 16  # records, of a megabyte each, that are in memory at once
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\.parquet")

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_swe.base.records import ScoredEpisode
-from hpc_swe.roles.coordinator import batches
-from hpc_swe.roles.coordinator.batches import BatchSettings
-from hpc_swe.roles.coordinator.groups import Group, Member, failure_cause
-from hpc_swe.roles.coordinator.samples import EpisodeSamples, leaf_chains, trained_turns
+from hpc_swe.roles.coordinator.batching import batches
+from hpc_swe.roles.coordinator.batching.batches import BatchSettings
+from hpc_swe.roles.coordinator.batching.groups import Group, Member, failure_cause
+from hpc_swe.roles.coordinator.batching.samples import EpisodeSamples, leaf_chains, trained_turns
 
 WHY = {
     "no_signal": "all advantages of its group are 0",

@@ -24,7 +24,7 @@ from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import folders, weights
 from hpc_swe.launch import control, watch
 from hpc_swe.roles.coordinator import archive
-from hpc_swe.roles.coordinator.samples import trained_turns
+from hpc_swe.roles.coordinator.batching.samples import trained_turns
 from hpc_swe.roles.rollout import episode
 from tests.kit.checkout import IMAGES, ROOT
 from tests.kit.sessions_kit import (

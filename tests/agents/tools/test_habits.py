@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -10,9 +9,9 @@ import pytest
 from hpc_swe.agents.loops.tool_agent import ToolAgent
 from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.agents.tools import pdb
-from hpc_swe.agents.tools._breakable import refusal
-from hpc_swe.agents.tools._breakpoints import moved_line
-from hpc_swe.agents.tools._patterns import matches
+from hpc_swe.agents.tools._pdb.breakable import refusal
+from hpc_swe.agents.tools._pdb.breakpoints import moved_line
+from hpc_swe.agents.tools._text.patterns import matches
 from hpc_swe.agents.tools.base import ToolError, invoke
 from hpc_swe.base.loader import load
 from hpc_swe.base.records import TestPlan
@@ -132,10 +131,8 @@ def test_methods_of_unittest_pass_for_agents_and_graders():
 
 def test_what_runs_in_the_sandbox_imports_of_ours_only_what_is_sent_along():
     for part in pdb._PARTS:
-        text = Path(pdb.__file__).with_name(f"{part}.py").read_text()
-        assert set(re.findall(r"(?m)^from hpc_swe\.agents\.(?:tools\.)?(\S+) import", text)) <= set(
-            pdb._PARTS
-        )
+        ours = re.findall(r"(?m)^from hpc_swe\.agents\.(?:tools\._pdb\.)?(\S+) import", part.read_text())
+        assert {*ours} <= {each.stem for each in pdb._PARTS}
 
 
 OLD = ["a\n", "b\n", "c\n", "d\n", "e\n"]

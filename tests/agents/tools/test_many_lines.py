@@ -7,7 +7,7 @@ import pytest
 
 from hpc_swe.agents.sandboxes.base import Sandbox
 from hpc_swe.agents.sandboxes.process import Process
-from hpc_swe.agents.tools._files import count_lines, line_start
+from hpc_swe.agents.tools._text.files import count_lines, line_start
 from hpc_swe.agents.tools.base import ToolError
 from tests.kit.debugging import Session, task
 

@@ -274,7 +274,7 @@ def _batch(case: dict, learner):
     import msgspec
 
     from hpc_swe.base.records import Batch, MicroBatch
-    from hpc_swe.roles.coordinator.packing import FILLER
+    from hpc_swe.roles.coordinator.batching.packing import FILLER
 
     sequences = msgspec.msgpack.decode(Path(case["data"]).read_bytes(), type=list[MicroBatch])
     packing = case["packing"][learner.ranks.data_rank]

@@ -20,8 +20,9 @@ from hpc_swe.base.records import (
 from hpc_swe.base.store import atomic, folders, weights
 from hpc_swe.base.store.spool import Spool
 from hpc_swe.config.settings import RetentionConfig
-from hpc_swe.roles.coordinator import archive, batches
-from hpc_swe.roles.coordinator.samples import drop_routing
+from hpc_swe.roles.coordinator import archive
+from hpc_swe.roles.coordinator.batching import batches
+from hpc_swe.roles.coordinator.batching.samples import drop_routing
 from tests.kit.coordinator_kit import (
     LIMITS,
     STEPS,

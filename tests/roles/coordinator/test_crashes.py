@@ -15,8 +15,9 @@ from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, folders
 from hpc_swe.base.store.spool import Spool
 from hpc_swe.config.settings import CoordinatorConfig, RetentionConfig
-from hpc_swe.roles.coordinator import archive, batches
-from hpc_swe.roles.coordinator.groups import parse_name
+from hpc_swe.roles.coordinator import archive
+from hpc_swe.roles.coordinator.batching import batches
+from hpc_swe.roles.coordinator.batching.groups import parse_name
 from hpc_swe.roles.coordinator.loop import Coordinator
 from tests.kit.coordinator_kit import (
     Clock,

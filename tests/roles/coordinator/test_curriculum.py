@@ -13,9 +13,9 @@ from hpc_swe.base.store import atomic, folders, task_history
 from hpc_swe.base.store.spool import Spool
 from hpc_swe.base.store.task_history import RunHistory
 from hpc_swe.config.settings import CurriculumConfig
+from hpc_swe.roles.coordinator.batching.groups import Group, Member
 from hpc_swe.roles.coordinator.curriculum import TaskPlan, WeightedTasks, visits
 from hpc_swe.roles.coordinator.dispatch import RequestPlan
-from hpc_swe.roles.coordinator.groups import Group, Member
 from tests.kit.coordinator_kit import (
     ALIKE,
     TASKS,

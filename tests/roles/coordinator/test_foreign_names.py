@@ -16,7 +16,7 @@ from hpc_swe.base.rundir import SPOOLS, RunDir
 from hpc_swe.base.store import atomic, checkpoints, folders, orders, submissions, weights
 from hpc_swe.base.store.spool import STATES, Spool
 from hpc_swe.config.settings import RetentionConfig
-from hpc_swe.roles.coordinator import batches
+from hpc_swe.roles.coordinator.batching import batches
 from tests.kit.coordinator_kit import (
     Clock,
     export,

@@ -4,7 +4,7 @@ import msgspec
 
 from hpc_swe.base.records import RolloutRequest, ScoredEpisode
 from hpc_swe.base.store.spool import Spool
-from hpc_swe.roles.coordinator.batch_metrics import of_collected, turns_bin
+from hpc_swe.roles.coordinator.batching.batch_metrics import of_collected, turns_bin
 from hpc_swe.tasks.graders.base import DISAGREES, SILENT
 from tests.kit.coordinator_kit import make_maintenance, result, training
 

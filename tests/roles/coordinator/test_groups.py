@@ -11,10 +11,16 @@ from hpc_swe.base.store.spool import Address
 from hpc_swe.config.settings import BatchesConfig, GroupsConfig
 from hpc_swe.models.advantages.grpo import Grpo
 from hpc_swe.models.advantages.shuffled import Shuffled
-from hpc_swe.roles.coordinator.batch_metrics import of_batch
-from hpc_swe.roles.coordinator.batches import BatchSettings, GroupDecision, build_batches, decide, plan_batch
+from hpc_swe.roles.coordinator.batching.batch_metrics import of_batch
+from hpc_swe.roles.coordinator.batching.batches import (
+    BatchSettings,
+    GroupDecision,
+    build_batches,
+    decide,
+    plan_batch,
+)
+from hpc_swe.roles.coordinator.batching.groups import Group, Ledger, Member, parse_name
 from hpc_swe.roles.coordinator.dispatch import RequestPlan
-from hpc_swe.roles.coordinator.groups import Group, Ledger, Member, parse_name
 from tests.kit.made_episodes import array, episode, scored, turn
 
 KEY = ("train", 0)

@@ -18,7 +18,7 @@ from hpc_swe.base.records import (
 from hpc_swe.base.store import atomic, folders
 from hpc_swe.base.store.spool import Spool
 from hpc_swe.config.settings import CoordinatorConfig, RetentionConfig
-from hpc_swe.roles.coordinator import batches
+from hpc_swe.roles.coordinator.batching import batches
 from hpc_swe.roles.coordinator.loop import Coordinator
 from hpc_swe.roles.coordinator.maintenance import ORPHAN_S
 from hpc_swe.roles.coordinator.retention import first_kept_batch, kept_checkpoints, superseded

@@ -33,7 +33,8 @@ from hpc_swe.base.store.evals import Attempt
 from hpc_swe.base.store.lease import Lease
 from hpc_swe.base.store.spool import Spool
 from hpc_swe.config.settings import CoordinatorConfig, GroupsConfig, SupervisionConfig
-from hpc_swe.roles.coordinator import archive, batches, sft
+from hpc_swe.roles.coordinator import archive, sft
+from hpc_swe.roles.coordinator.batching import batches
 from hpc_swe.roles.coordinator.dispatch import RequestPlan
 from hpc_swe.roles.coordinator.evaluation import Evaluating, Evaluator, summary
 from hpc_swe.roles.coordinator.loop import Coordinator

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from hpc_swe.base import records
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.records import Sample
-from hpc_swe.roles.coordinator.batch_metrics import of_packing
-from hpc_swe.roles.coordinator.packing import cost, pack, pack_minibatches, token_weights
+from hpc_swe.roles.coordinator.batching.batch_metrics import of_packing
+from hpc_swe.roles.coordinator.batching.packing import cost, pack, pack_minibatches, token_weights
 from tests.kit.made_episodes import array
 
 AGGREGATES = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]

@@ -5,7 +5,13 @@ from hypothesis import strategies as st
 
 from hpc_swe.base import records
 from hpc_swe.base.records import VersionSpan, WeightVersion
-from hpc_swe.roles.coordinator.samples import add_routing, find_flaw, leaf_chains, make_samples, trained_turns
+from hpc_swe.roles.coordinator.batching.samples import (
+    add_routing,
+    find_flaw,
+    leaf_chains,
+    make_samples,
+    trained_turns,
+)
 from tests.kit.made_episodes import array, episode, trained_ids, turn
 
 

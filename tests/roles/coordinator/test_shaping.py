@@ -10,10 +10,10 @@ from hpc_swe.models.advantages.grpo import Grpo
 from hpc_swe.models.advantages.max_rl import MaxRl
 from hpc_swe.models.advantages.rloo import Rloo
 from hpc_swe.models.advantages.shuffled import Shuffled
-from hpc_swe.roles.coordinator import batches
-from hpc_swe.roles.coordinator.batches import BatchSettings
-from hpc_swe.roles.coordinator.groups import Group, Member
-from hpc_swe.roles.coordinator.shaping import overlong, penalty
+from hpc_swe.roles.coordinator.batching import batches
+from hpc_swe.roles.coordinator.batching.batches import BatchSettings
+from hpc_swe.roles.coordinator.batching.groups import Group, Member
+from hpc_swe.roles.coordinator.batching.shaping import overlong, penalty
 from tests.kit.coordinator_kit import result
 
 SOFT = ShapingConfig(overlong_from=100, overlong_to=200, overlong_penalty=2.0)

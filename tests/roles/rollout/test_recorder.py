@@ -19,7 +19,7 @@ from hpc_swe.base.records import FREE, Message, Node, Sampling, ToolCall, Weight
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic
 from hpc_swe.models.engines.base import Completion
-from hpc_swe.roles.coordinator.samples import add_routing, make_samples
+from hpc_swe.roles.coordinator.batching.samples import add_routing, make_samples
 from hpc_swe.roles.rollout.endpoints import Endpoints
 from hpc_swe.roles.rollout.recorder import Recorder
 from tests.kit.made_episodes import episode

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hpc_swe.agents.loops.base import Reply
 from hpc_swe.base.records import Message, Turn, float_array, id_array
-from hpc_swe.roles.coordinator.samples import find_flaw, make_samples
+from hpc_swe.roles.coordinator.batching.samples import find_flaw, make_samples
 from tests.kit.forms import FORMS, NAMES, call, thought
 from tests.kit.made_episodes import episode
 from tests.kit.recording import Stage

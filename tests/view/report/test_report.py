@@ -21,7 +21,7 @@ from hpc_swe.base.store.spool import Spool
 from hpc_swe.config.settings import BatchesConfig, CurriculumConfig, GroupsConfig
 from hpc_swe.models.advantages.grpo import Grpo
 from hpc_swe.roles.coordinator import archive
-from hpc_swe.roles.coordinator.batches import BatchSettings
+from hpc_swe.roles.coordinator.batching.batches import BatchSettings
 from hpc_swe.view.report import curves, episodes, pages
 from hpc_swe.view.report.__main__ import WholeEpisodes, spans, write
 from hpc_swe.view.report.index import EpisodeRow, EpisodeTable

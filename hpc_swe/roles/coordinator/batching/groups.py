@@ -15,7 +15,8 @@ from msgspec.structs import replace
 
 from hpc_swe.base.records import Episode, ExitStatus, RolloutRequest, ScoredEpisode, Split
 from hpc_swe.base.store.spool import Address
-from hpc_swe.roles.coordinator import dispatch, samples
+from hpc_swe.roles.coordinator import dispatch
+from hpc_swe.roles.coordinator.batching import samples
 
 Key = tuple[Split, int]
 """Identifies a group by its split and number."""

@@ -13,7 +13,7 @@ import stat
 import sys
 from collections.abc import Iterator
 
-from hpc_swe.agents.tools._patterns import matches  # in a sandbox, text above this one
+from hpc_swe.agents.tools._text.patterns import matches  # in a sandbox, text above this one
 
 MOST_BYTES = 2_000_000
 """Bytes of one file that are searched."""

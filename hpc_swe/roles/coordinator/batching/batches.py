@@ -18,10 +18,10 @@ from hpc_swe.base.store import atomic, folders, weights
 from hpc_swe.base.store.task_history import RunHistory
 from hpc_swe.config.settings import BatchesConfig, GroupsConfig, ShapingConfig
 from hpc_swe.models.advantages.base import Advantage
-from hpc_swe.roles.coordinator.groups import Group
-from hpc_swe.roles.coordinator.packing import pack_minibatches, token_weights
-from hpc_swe.roles.coordinator.samples import EpisodeSamples, make_samples
-from hpc_swe.roles.coordinator.shaping import penalty
+from hpc_swe.roles.coordinator.batching.groups import Group
+from hpc_swe.roles.coordinator.batching.packing import pack_minibatches, token_weights
+from hpc_swe.roles.coordinator.batching.samples import EpisodeSamples, make_samples
+from hpc_swe.roles.coordinator.batching.shaping import penalty
 
 NO_SIGNAL = 1e-9  # smaller advantages are rounding errors
 

@@ -12,10 +12,10 @@ import numpy as np
 
 from hpc_swe.base.records import FREE, Batch, MicroBatch, ScoredEpisode
 from hpc_swe.config.settings import ShapingConfig
-from hpc_swe.roles.coordinator.batches import BatchPlan, GroupDecision
-from hpc_swe.roles.coordinator.groups import Group
-from hpc_swe.roles.coordinator.samples import count_sequences, sampled_tokens
-from hpc_swe.roles.coordinator.shaping import penalty
+from hpc_swe.roles.coordinator.batching.batches import BatchPlan, GroupDecision
+from hpc_swe.roles.coordinator.batching.groups import Group
+from hpc_swe.roles.coordinator.batching.samples import count_sequences, sampled_tokens
+from hpc_swe.roles.coordinator.batching.shaping import penalty
 
 Decided = list[tuple[Group, GroupDecision]]
 RECORDED = ("chains", "undelivered", "continued", "parse_errors", "context_full", "ignored_settings")

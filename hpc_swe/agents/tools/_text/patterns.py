@@ -1,7 +1,7 @@
 # ruff: noqa: PTH100
 """Match paths with lines of patterns in the form of a .gitignore file.
 
-The text also runs in the sandbox, above that of `_search`: standard library only.
+The text also runs in the sandbox, above that of `search`: standard library only.
 """
 
 import re

@@ -1,6 +1,6 @@
 """Find the lines of a Python file that can hold a breakpoint.
 
-The text is sent to the sandbox above that of `_debugger`, so that no text of the policy is compiled on the
+The text is sent to the sandbox above that of `debugger`, so that no text of the policy is compiled on the
 host: standard library only, for Python 3.7 and later.
 """
 

@@ -16,9 +16,10 @@ import traceback
 import types
 from typing import Any, NoReturn
 
+from hpc_swe.agents.tools._pdb.channel import Channel, flush
+
 # In a sandbox, these are in the texts above this one.
-from hpc_swe.agents.tools._debugger import OURS, Debugger
-from hpc_swe.agents.tools._debugger_pipes import Channel, flush
+from hpc_swe.agents.tools._pdb.debugger import OURS, Debugger
 
 PYTEST_OPTIONS = ["-s", "-q", "--tb=short", "-p", "no:cacheprovider"]
 

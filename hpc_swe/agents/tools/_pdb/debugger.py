@@ -1,7 +1,7 @@
 # ruff: noqa: BLE001, PTH100, PTH109, PTH112, PTH113, PTH118, PTH120
 """Debug one program inside the sandbox for the tool `pdb`, with the host in the place of a terminal.
 
-The text is sent there below those of `_debugger_pipes` and `_breakable`: standard library only, for Python
+The text is sent there below those of `channel` and `breakable`: standard library only, for Python
 3.7 and later. The host sends one request at a time, and each gets one answer, through two pipes that the
 debugged program does not know. So the program may print or read whatever it likes, and `(Pdb)` in its output
 means nothing. When the host sends the signal INTERRUPT, the program stops where it is, or the command that is
@@ -26,8 +26,8 @@ import types
 from typing import Any, Callable, NoReturn  # noqa: UP035
 
 # In a sandbox, these are in the texts above this one.
-from hpc_swe.agents.tools._breakable import first_line, refusal
-from hpc_swe.agents.tools._debugger_pipes import MOST_NOTE_CHARS, Channel, Kept, clean, flush, stamp
+from hpc_swe.agents.tools._pdb.breakable import first_line, refusal
+from hpc_swe.agents.tools._pdb.channel import MOST_NOTE_CHARS, Channel, Kept, clean, flush, stamp
 
 OURS = "<debugger>"
 """The name of the file of these texts in the sandbox."""

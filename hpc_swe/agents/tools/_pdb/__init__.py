@@ -1,0 +1,1 @@
+"""Run a debugger in the sandbox, and keep its breakpoints."""

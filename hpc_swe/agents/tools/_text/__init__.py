@@ -1,0 +1,1 @@
+"""Read, write and search texts of the sandbox."""

@@ -1,0 +1,1 @@
+"""Make batches of the results of groups: advantages, samples, microbatches."""
