@@ -76,9 +76,9 @@ BUDGETS = {
     "hpc_swe/makers/images": 1_065,  # links of files are made between runs of tests
     "hpc_swe/models": 740,
     "hpc_swe/models/advantages": 150,
-    "hpc_swe/models/deltas": 990,
-    "hpc_swe/models/engines": 2_896,
-    "hpc_swe/models/policies": 6_798,  # values of a checkpoint go straight into their files
+    "hpc_swe/models/deltas": 980,
+    "hpc_swe/models/engines": 2_885,
+    "hpc_swe/models/policies": 6_770,  # values of a checkpoint go straight into their files
     "hpc_swe/roles": 300,
     "hpc_swe/roles/coordinator": 3_240,  # penalties beside rewards; ends a run of refused weights
     "hpc_swe/roles/inference": 729,  # tries refused weights again, and counts
@@ -86,10 +86,10 @@ BUDGETS = {
     "hpc_swe/roles/reward": 360,
     "hpc_swe/roles/rollout": 1_298,
     "hpc_swe/tasks": 1_490,
-    "hpc_swe/tasks/graders": 5_490,  # says whose file does what, also of inherited tests; seals assertions
+    "hpc_swe/tasks/graders": 5_450,  # says whose file does what, also of inherited tests; seals assertions
     "hpc_swe/tasks/sets": 1_825,  # reads published sets in their own columns; gives tests the names they use
     "hpc_swe/view": 710,
-    "hpc_swe/view/benchmarks": 1_200,
+    "hpc_swe/view/benchmarks": 1_185,
     "hpc_swe/view/evaluation": 531,
     "hpc_swe/view/report": 850,
     "jobs": 1_170,

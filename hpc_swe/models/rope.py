@@ -92,7 +92,6 @@ def longest_context(config: Mapping[str, Any]) -> int:
 
 
 def _given(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what a parsed config.json says of the scaling of positions, under either name."""
     return config.get("rope_scaling") or config.get("rope_parameters") or {}
 
 

@@ -131,7 +131,6 @@ def require_tensors(folder: Path, shape: ModelShape, key: str = "model") -> None
 
 
 def _files(folder: Path, index: dict[str, str]) -> list[Path]:
-    """Return the files that have the tensors; raise ConfigError where others would be read, too."""
     there = sorted(path.name for path in folder.glob("*.safetensors"))
     if not there and not index:
         remedy = "copy the whole model; files of another format (*.bin, *.gguf) must be converted"

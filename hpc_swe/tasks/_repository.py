@@ -169,7 +169,6 @@ class _Comparison:
             return False
 
     def _below(self, folder: str) -> Iterator[str]:
-        """Yield the files and links below a folder of the clean directory."""
         with boundary(SandboxError, f"list {folder} of the image"):
             entries = self.clean.entries(folder)
         for name, entry in entries.items():

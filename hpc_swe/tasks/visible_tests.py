@@ -175,7 +175,6 @@ def functions(body: Iterable[ast.stmt], owner: str = "") -> Iterator[tuple[str, 
 
 
 def _bodies(node: ast.If | ast.Try | ast.With) -> list[list[ast.stmt]]:
-    """Return the lists of statements in a statement that is no loop, function or class."""
     if isinstance(node, ast.Try):
         return [node.body, *(one.body for one in node.handlers), node.orelse, node.finalbody]
     return [node.body, node.orelse] if isinstance(node, ast.If) else [node.body]

@@ -296,7 +296,6 @@ def _finite(
     table, owners, own_starts, flags, kind, infinity: tl.constexpr,
     bits: tl.constexpr, is_aligned: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Clear the flag of the tensor of a block that has a number that is not finite."""
     index = tl.program_id(0).to(tl.int64)
     owner = tl.load(owners + index)
     row = table + 3 * owner

@@ -138,7 +138,6 @@ def _sum_tiles(
     dtype: tl.constexpr, size: tl.constexpr, unit: tl.constexpr, mask: tl.constexpr,
     height: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Add up one tile."""
     index = tl.program_id(0)
     count = tl.cast(count, tl.int64)
     at = table + tl.load(own + index)

@@ -215,7 +215,6 @@ def _measure(table, tensors, own, sums, blocks, block: tl.constexpr):
 def _apply(
     table, parts, own, places, blocks, dtype: tl.constexpr, is_narrow: tl.constexpr, block: tl.constexpr
 ):  # fmt: skip
-    """Add the differences of one block of codes where a part holds their positions."""
     index = tl.program_id(0)
     wide = tl.cast(parts, tl.int64)
     at = table + tl.load(own + index)

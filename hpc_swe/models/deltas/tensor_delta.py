@@ -216,5 +216,4 @@ def _mix(values: Tensor) -> Tensor:
 
 
 def _shifted(values: Tensor, count: int) -> Tensor:
-    """Shift right without the sign."""
     return (values >> count) & ((1 << (64 - count)) - 1)

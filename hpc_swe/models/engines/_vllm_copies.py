@@ -279,7 +279,6 @@ def _is_plain(method: Any) -> bool:
 
 
 def _is_on_cpu(module: torch.nn.Module) -> bool:
-    """Return whether a layer lies on a CPU, for which vLLM packs weights."""
     return any(parameter.device.type == "cpu" for parameter in module.parameters())
 
 
@@ -296,7 +295,6 @@ def _locate(whole: Tensor, part: Tensor) -> Rectangle:
 
 
 def _is_evenly_spaced(part: Tensor, width: int) -> bool:
-    """Return whether the rows of a view follow one another in steps of `width`."""
     step = width
     for size, stride in reversed(list(zip(part.shape[:-1], part.stride()[:-1], strict=True))):
         if size != 1 and stride != step:
@@ -337,7 +335,6 @@ def _positions(copy: Copy, whole: Rectangle, where: Tensor, values: Tensor) -> t
 
 
 def _in_threads(work: Sequence[Work], act: Callable[[Sequence[Work]], T]) -> list[T]:
-    """Call `act` in several threads, each with a part of the work of about as many bytes."""
     parts: list[list[Work]] = [[] for _ in range(THREADS)]
     sizes = [0] * THREADS
     for each in sorted(work, key=lambda pair: -pair[1].nbytes):

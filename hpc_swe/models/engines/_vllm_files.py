@@ -96,7 +96,6 @@ class Wanted:
 
 
 def _identities(folder: Path) -> dict[str, list[int]]:
-    """Return size, time of change in ns and inode of each file that is loaded."""
     more = [folder / name for name in (ADAPTER_CONFIG, INDEX)]
     found = {}
     for path in [*shards(folder), *(path for path in more if path.exists())]:
@@ -114,7 +113,6 @@ def shards(folder: Path) -> list[Path]:
 
 
 def _entries(files: Iterable[Path], is_tied: bool) -> Iterator[tuple[Path, Any, str]]:
-    """Yield file, open file and name of each tensor that a model takes from its files."""
     for file in files:
         with safe_open(file, framework="pt", device="cpu") as shard:
             for name in shard.keys():  # noqa: SIM118 (not a dict)
@@ -249,7 +247,6 @@ def _factors(folder: Path, stored: Mapping[str, Tensor], wanted: Wanted) -> dict
 
 
 def _to_device(file: Path, is_tied: bool, device: torch.device) -> dict[str, Tensor]:
-    """Read all tensors of one file, on a stream of its own where the device is a GPU."""
     if device.type == "cpu":
         return {name: shard.get_tensor(name) for _, shard, name in _entries([file], is_tied)}
     with own_stream(device):

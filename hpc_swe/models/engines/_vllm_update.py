@@ -98,7 +98,6 @@ class UpdateRoutes:
             self.call("/start_weight_update")
 
     def _await_staged(self) -> None:
-        """Wait until every worker has read the version; they serve meanwhile."""
         deadline = time.monotonic() + self.timeout_s
         while True:
             data = self.call("/collective_rpc", {"method": "is_staged"})

@@ -271,7 +271,6 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
         _repack_head(self.model)
 
     def _examine_first(self) -> None:
-        """Find the copies of the version that this engine started with, if it is one with digests."""
         [start] = self._serving.chain
         try:
             tensors = folders.manifest(start.folder, WeightManifest).tensors
@@ -287,7 +286,6 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
             self._find_copies(wanted)
 
     def _find_copies(self, wanted: Wanted) -> None:
-        """Find where the weights lie, if that explains every digest of what is loaded."""
         self._copies = self._record(wanted)
         self._is_covered = self._copies is not None
 
@@ -310,7 +308,6 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
         return copies
 
     def _require_digests(self, copies: LoaderCopies, wanted: Wanted) -> None:
-        """Raise ValueError, on every worker, unless the workers hold what the manifest describes."""
         require_digests(copies.digests(_gather), wanted)
 
 

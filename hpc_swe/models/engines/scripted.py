@@ -203,7 +203,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _as_text(answer: SampleAnswer, prompt: Sequence[int]) -> dict[str, object]:
-    """Return what /v1/completions of an engine without stamps answers."""
     choice: dict[str, object] = {
         "token_ids": answer.token_ids,
         "finish_reason": answer.finish_reason,

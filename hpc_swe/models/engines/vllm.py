@@ -327,14 +327,12 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
         return _answers.from_completions(url, data, ids)
 
     def _ask(self, url: str, token: str, probe: ProbeScore) -> "Future[list[float]]":
-        """Ask an engine that pauses for the scores of a probe, which it computes when it goes on."""
         pool = ThreadPoolExecutor(1, "probe")
         scores = pool.submit(self.score, url, token, probe.token_ids, swap_s=self.update_timeout_s)
         pool.shutdown(wait=False)  # an engine that hangs is replaced before it answers
         return scores
 
     def _require_probe(self, scores: Sequence[float], version: WeightVersion, probe: ProbeScore) -> None:
-        """Raise EngineError unless an engine's scores of a version's probe are those of its learner."""
         with boundary(EngineError, f"{version.name}: its manifest's probe"):
             difference = probe_distance(scores, probe.logprobs)
         mean = fmean(abs(mine - theirs) for mine, theirs in zip(scores, probe.logprobs, strict=True))

@@ -66,7 +66,6 @@ def report(task: Task, patch: str, log: str, cpu_s: int = 20, memory: int = 2 <<
 
 
 def _main() -> None:
-    """Read the request of `report` from standard input; write swebench's report to standard output."""
     grading, types = official("harness.grading"), official("types")
     request = json.load(sys.stdin)
     cpu_s, memory = request["limits"]["cpu_s"], request["limits"]["memory"]

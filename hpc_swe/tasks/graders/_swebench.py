@@ -134,7 +134,6 @@ class Run:
         return self._from_log(log) if self.kind == "log" else self._from_report(report)
 
     def _script(self) -> str:
-        """Return the task's own script, with the reporter set up right before the tests."""
         lines = _without_patch(self.task)
         start, end = find_marks(self.task.task_id, lines)
         return "\n".join(
@@ -170,7 +169,6 @@ class Run:
         return "\n\n".join([*texts, call])
 
     def _from_log(self, log: str) -> ParsedRun:
-        """Cut the output between the two marks, and put swebench's marks around it."""
         # A regular expression would take minutes over many marks, and no thread would run meanwhile.
         # Nor is there a list of lines, which may take eighty times the memory of the log.
         text, start, end = f"\n{log}\n", f"\n{self.token}-start\n", f"\n{self.token}-end "
@@ -308,7 +306,6 @@ def _escape(path: str) -> str:
 
 
 def _merge(entries: list[ReportLine]) -> tuple[dict[str, CaseOutcome], dict[str, str]]:
-    """Return each test's worst outcome, and the first line of each test's docstring."""
     outcomes: dict[str, CaseOutcome] = {}
     docs = {}
     for entry in entries:

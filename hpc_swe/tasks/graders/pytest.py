@@ -167,7 +167,6 @@ def _judges(base: Base, patched: Mapping[str, str], sandboxes: Sandboxes) -> set
 
 
 def _naming(task: Task, wanted: set[str]) -> Task:
-    """Return a task that names all tests that count, where it does not name them itself."""
     named = [name for name in task.tests.fail_to_pass if name in wanted]
     kept = [name for name in task.tests.pass_to_pass if name in wanted]
     more = sorted(wanted.difference(named, kept))

@@ -206,7 +206,6 @@ def _base(task: Task, modules: str, sandboxes: Sandboxes) -> ParsedRun:
 
 
 def _run_tests(task: Task, patch: str, sandboxes: Sandboxes, modules: str = "") -> _TestRun:
-    """Apply the patch in a fresh sandbox and run the task's script there."""
     run = Run(task, modules=modules)
     with sandboxes.open(task) as sandbox:
         began_ns = file_time_ns()
@@ -237,7 +236,6 @@ def _run_tests(task: Task, patch: str, sandboxes: Sandboxes, modules: str = "") 
 
 
 def _test_files(task: Task, sandboxes: Sandboxes) -> dict[str, str]:
-    """Read the test files in Python as the test patch leaves them: path -> text."""
     run = Run(task)
     with sandboxes.open(task) as sandbox:
         _check_image(task, run, sandbox)
@@ -281,7 +279,6 @@ def _check_image(task: Task, run: Run, sandbox: Sandbox) -> None:
 
 
 def _check_tests(run: Run) -> str:
-    """Return the command that fails if the test patch does not apply."""
     return f"git apply --check --whitespace=nowarn {run.folder}.tests"
 
 

@@ -174,7 +174,6 @@ def _defined(code: str) -> set[str]:
 
 
 def _used(nodes: Iterable[ast.AST]) -> dict[str, None]:
-    """Return the names that occur, in their order."""
     return dict.fromkeys(node.id for node in nodes if isinstance(node, ast.Name))
 
 
@@ -201,7 +200,6 @@ def _imports(code: str, used: Collection[str]) -> list[str]:
 
 
 def _stars(tree: ast.AST) -> list[ast.ImportFrom]:
-    """Return the imports of all names of a module."""
     nodes = [one for one in ast.walk(tree) if isinstance(one, ast.ImportFrom) and one.names[0].name == "*"]
     return [one for one in nodes if one.module and not one.level]
 

@@ -138,7 +138,6 @@ def _of_folder(folder: Path) -> Program:
 
 
 def _texts(folder: Path) -> dict[str, str]:
-    """Return the text files below a folder; files that are not UTF-8 or too large are left out."""
     found = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)

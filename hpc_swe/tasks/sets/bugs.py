@@ -152,7 +152,6 @@ def call(function: Function, operator: str, arguments: tuple[int | list[int], ..
 
 
 def _case(rng: random.Random, function: Function, relation: int) -> Case:
-    """Draw a case whose first argument lies below (-1), at (0) or above (1) the second or the constant."""
     second = function.constant if function.constant is not None else rng.randint(2, 99)
     number = second + relation * rng.randint(1, 40)
     spread = [second - rng.randint(1, 40), second, second + rng.randint(1, 40)]

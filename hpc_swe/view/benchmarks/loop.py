@@ -94,7 +94,6 @@ def solve_rates(steps: Sequence[Step]) -> list[float]:
 
 
 def _mean(steps: Sequence[Step], name: str) -> float:
-    """Return a metric's mean over the samples of steps; nan without samples."""
     samples = sum(step.samples for step in steps)
     return sum(step.weighted(name) for step in steps) / samples if samples else float("nan")
 

@@ -29,7 +29,7 @@ class Images(Process, ImageSandboxes, frozen=True, kw_only=True):
         return self
 
 
-class CheckoutImages(Checkout, frozen=True, kw_only=True):
+class CheckoutImages(Checkout, ImageSandboxes, frozen=True, kw_only=True):
     """The same with a repository."""
 
     images: str = ""

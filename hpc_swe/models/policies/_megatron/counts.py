@@ -52,7 +52,6 @@ def adapted_parameters(shape: ModelShape, policy: MegatronSettings) -> float:
 
 
 def _adapted(shape: ModelShape, policy: MegatronSettings) -> list[tuple[int, int, bool]]:
-    """Return inputs and outputs of a layer's adapted matrices, and whether ranks divide the inputs."""
     heads, groups = shape.heads * shape.head_dim, shape.groups * shape.head_dim
     columns, rows = [heads, groups, groups], [(heads, shape.hidden, True)]
     attention = [(shape.hidden, outputs, False) for outputs in columns] + rows

@@ -127,7 +127,6 @@ class MegatronLearner:
     def _load_weights(
         self, settings: MegatronSettings, shape: ModelShape, reference: Path | None, tensors: Tensors | None
     ) -> list[Origin]:
-        """Load the model and its reference; return what checkpoints will not hold of them."""
         group, model, found = self.ranks.tensor_group, self._folder, list[Origin]()
         self._reference: state.Reference | None = None
         self._is_base_reference = bool(settings.lora_rank and reference and reference.samefile(model))
@@ -309,7 +308,6 @@ class MegatronLearner:
         return float(norm)
 
     def _report(self, updates: Sequence[Update], minibatches: int, objective: Objective) -> dict[str, float]:
-        """Return the metrics of a batch: means over its optimizer steps, sums over one pass."""
         if not self.ranks.is_last_stage:
             return {}
         norms = [each.norm for each in updates if each.norm is not None]

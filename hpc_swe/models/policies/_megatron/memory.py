@@ -136,7 +136,6 @@ def _last_version(
 
 
 def _states(shape: ModelShape, policy: MegatronSettings, data_parallel: int) -> list[Part]:
-    """Return what a rank holds all the time: weights, gradients and optimizer state."""
     count, adapters = counts.held(shape, policy), counts.adapter_parameters(shape, policy)
     size, states = counts.sizes_in_bytes(policy)
     weights, gradients, optimizer = _formulas(shape, policy, data_parallel)
@@ -153,7 +152,6 @@ def _states(shape: ModelShape, policy: MegatronSettings, data_parallel: int) -> 
 
 
 def _formulas(shape: ModelShape, policy: MegatronSettings, data_parallel: int) -> tuple[str, str, str]:
-    """Return what a rank's weights, gradients and the whole optimizer's state take, as formulas."""
     count, adapters = counts.held(shape, policy), counts.adapter_parameters(shape, policy)
     size, states = counts.sizes_in_bytes(policy)
     share = "P / tp" if policy.expert_parallel == 1 else "((P - E) / tp + E / ep)"

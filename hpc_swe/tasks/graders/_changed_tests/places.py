@@ -115,7 +115,6 @@ def replacement(place: Place, words: Sequence[Collection[str]], draw: Random) ->
 
 
 def _number(old: str, draw: Random) -> str:
-    """Choose another number of as many digits, which is near in most cases."""
     least = 10 ** (len(old) - 1) if len(old) > 1 and old[0] != "0" else 0
     near = [int(old) + step for step in range(-3, 4) if step]
     fitting = [number for number in near if least <= number < 10 ** len(old)]
@@ -138,7 +137,6 @@ def _words(test: TestFunction) -> tuple[str, ...]:
 
 
 def _cased(new: str, old: str) -> str:
-    """Write a word in the case of the old one, unless that is of mixed case."""
     cases = ((str.isupper, str.upper), (str.islower, str.lower), (str.istitle, str.capitalize))
     return next((convert(new) for has_case, convert in cases if has_case(old)), new)
 
@@ -200,7 +198,6 @@ def _of_token(token: tokenize.TokenInfo, is_within: bool) -> Iterator[Place]:
 
 
 def _of_text(token: tokenize.TokenInfo, is_within: bool) -> Iterator[Place]:
-    """Yield the words and digits of a text token, apart from escapes, fields and tags."""
     prefix = re.match(r"[a-zA-Z]*(\"\"\"|'''|\"|')", token.string)
     if prefix is None or "f" in prefix[0].lower():
         return

@@ -90,7 +90,6 @@ def _nearest(old: str, texts: list[str]) -> tuple[str, ...]:
 
 
 def _dotted(node: ast.expr) -> str:
-    """Return the text of a name and its attributes; nothing for other expressions."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and (before := _dotted(node.value)):
@@ -161,7 +160,6 @@ def is_measured(value: ast.expr) -> bool:
 
 
 def _members(value: ast.expr, known: Vocabulary) -> Iterator[Twist | ast.Constant]:  # noqa: C901
-    """Yield the parts of an expected value that can be another one of their kind."""
     match value:
         case ast.Constant():
             yield value

@@ -36,7 +36,6 @@ def always_equal_classes(root: str) -> Any:
 
 
 def _places(kind: Any, owner: Any, root: str) -> Any:
-    """Return the files of the class's module and of the code that compares its values."""
     code = getattr(vars(owner)["__eq__"], "__code__", None)
     module = sys.modules.get(vars(kind)["__module__"])
     places = {getattr(module, "__file__", None) or ""} | ({code.co_filename} if code else set())

@@ -69,15 +69,14 @@ REACHES = frozenset({"gc.get_objects", "gc.get_referrers", "gc.get_referents", "
 REACHES |= {"sys.setprofile", "sys.addaudithook", "sys._current_frames", "sys._current_exceptions"}
 REACHES |= {"ctypes.cdata", "ctypes.PyObj_FromPtr"}
 REACHES |= {"sys.monitoring.register_callback", "cpython.PyInterpreterState_New"}
-FILES = frozenset({"open", "os.rename", "os.link", "os.symlink"})
+FILES = frozenset({"open", "os.symlink"})
 SETS = frozenset({"object.__setattr__", "object.__delattr__"})
 # Event -> what the code has among its names that causes it; for all others, the event's own last name.
 NAMES: Any = {"ctypes.cdata": ("from_address",), "cpython.PyInterpreterState_New": ("create",)}
-NAMES.update({"open": ("open", "FileIO"), "os.rename": ("rename", "replace")})
+NAMES["open"] = ("open", "FileIO")
 NAMES["sys.setprofile"] = ("setprofile", "enable", "disable")  # as cProfile calls it
 SEEN = REACHES | FILES | SETS | {"import", "exec"}
 SETS_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
-WRITES = os.O_WRONLY | os.O_RDWR
 CTYPES = os.path.realpath(os.path.dirname(os.__file__)) + "/ctypes/"  # noqa: PTH120
 MOST_ANSWERS = 400_000  # characters of the lines with answers of one assertion
 MOST_OF_ALL = 700_000  # the same, of all assertions: `REPORT_BYTES` of conflicts.py are always read
@@ -169,7 +168,7 @@ def _see(guard: Any, event: str, first: Any = None, second: Any = None, third: A
     elif event == "exec":
         guard.is_pure = guard.is_pure and is_installed(guard, first)
     elif event in FILES:
-        _sees_files(guard, event, path_of(first), path_of(second), third)
+        _sees_files(guard, event, path_of(first), third)
     elif event in SETS:
         guard.must_compare = True
         _sets(guard, first, exact(second))
@@ -205,12 +204,10 @@ def _user(guard: Any, event: str, *names: str) -> str:
 
 
 def _has_name(code: Any, names: Any) -> bool:
-    """Return whether one of the names is part of a name that a code looks up."""
     return any(type(one) is str and name in one for one in code.co_names for name in names)
 
 
 def _sets(guard: Any, owner: Any, name: str) -> None:
-    """Report that a judge, a test or what holds tests gets another code, class or base."""
     if name in SETS_OF_FUNCTIONS and any(map(is_, guard.functions, repeat(owner))):
         odd(guard, "sets " + name)
     elif name in ("__code__", "__class__", "__bases__") and _is_judged(guard, owner):
@@ -239,7 +236,6 @@ def _is_judged(guard: Any, owner: Any) -> bool:
 
 
 def _is_judged_file(guard: Any, path: str) -> bool:
-    """Return whether a file is a test's, or installed, as those of pytest's plugins are."""
     found = place(guard, path)
     return found in guard.judged or found[:1] == "/"
 
@@ -248,24 +244,17 @@ def path_of(value: Any) -> str:
     return bytes.decode(value, "utf-8", "replace") if issubclass(type(value), bytes) else exact(value)
 
 
-def _sees_files(guard: Any, event: str, path: str, target: str, flags: Any) -> None:
-    """Report that a process's memory is opened, or that a file of tests is written or replaced."""
+def _sees_files(guard: Any, event: str, path: str, flags: Any) -> None:
+    """Report that a process's memory is opened, or gets another name."""
+    is_memory = path.rpartition("/")[2] == "mem"
     if event == "open":
-        flags, target = (flags if type(flags) is int else 0), path
-        if flags & os.O_PATH:  # opens nothing but a name, as the guard itself does
+        if type(flags) is int and flags & os.O_PATH:  # opens nothing but a name, as the guard itself does
             return
         real = resolved(path) if path else ""
-        is_memory = real.startswith("/proc/") and real.endswith("/mem")
         # The name may be one in a folder that is open, which no event tells.
-        is_memory = is_memory or (path.rpartition("/")[2] == "mem" and _holds_folder())
-    else:
-        is_memory, flags = event == "os.symlink" and path.rpartition("/")[2] == "mem", WRITES
+        is_memory = is_memory and _holds_folder() or real.startswith("/proc/") and real.endswith("/mem")
     if is_memory:
         odd(guard, "opens the memory of a process", _user(guard, event))
-    elif target.endswith(".py") and flags & WRITES:
-        file = place(guard, target)
-        if file in guard.judged or (file[:1] != "/" and file.rpartition("/")[2] == "conftest.py"):
-            odd(guard, "writes " + file, _user(guard, event))
 
 
 def _holds_folder() -> bool:

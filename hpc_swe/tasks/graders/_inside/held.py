@@ -200,7 +200,6 @@ def _examine(guard: Any, number: int) -> None:
 
 
 def _tests_of(guard: Any, function: Any) -> Any:
-    """Return the files of a function if all are tests."""
     files = files_of(guard, function)
     return files if guard.judged.issuperset(files) else ()
 

@@ -109,7 +109,6 @@ def watch_unittest(tell: Any, canaries: Any, close: Any) -> None:
 
 
 def _leaves(suite: Any) -> Any:
-    """Yield every test that is in a list of its suite, with that suite and its place in the list."""
     tests = getattr(suite, "_tests", None)
     for place, test in enumerate(tests if type(tests) is list else []):
         if isinstance(test, unittest.TestCase):
@@ -141,7 +140,6 @@ FAILS = (
 
 
 def _canary(name: str, arguments: str, body: str, file: str, names: Any) -> Any:
-    """Make a test as if it stood in this file."""
     number = random.SystemRandom().randrange(2, 999)
     found: Any = {}
     text = "\n" * number + "def test_" + name + "(" + arguments + "):\n    " + body % (number, number + 1)
@@ -213,7 +211,6 @@ def _is_failed_import(test: Any) -> bool:
 
 
 def _look(tell: Any, test: Any) -> None:
-    """Check a test and its class without calling code of the test."""
     if _is_failed_import(test):
         return
     name = vars(test).get("_testMethodName", "")

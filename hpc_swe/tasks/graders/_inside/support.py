@@ -67,7 +67,6 @@ def _reached(start: Iterable[str], imported: Mapping[str, set[str]], apart: set[
 
 
 def _top(path: str) -> str:
-    """Return the outermost folder of a module; that of a source root's is the next one."""
     parts = path.split("/")[:-1]
     return next((part for part in parts if f"{part}/" not in _ROOTS), "")
 

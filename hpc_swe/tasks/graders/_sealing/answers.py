@@ -72,7 +72,6 @@ def _number(found: object) -> Fraction | float:
 
 
 def _scalar(found: object) -> complex:
-    """Decode a number, which may be complex; raise ValueError for any other value."""
     match found:
         case ["j", real, imaginary]:
             return complex(float(_number(real)), float(_number(imaginary)))
@@ -170,7 +169,6 @@ def _isclose(found: object, expected: object, rel: object, abs_: object) -> bool
 
 
 def _almost(found: object, expected: object, places: object, delta: object) -> bool:
-    """Compare as `assertAlmostEqual`."""
     number, right = _scalar(found), _scalar(_json(expected))
     if delta is not None:
         return abs(number - right) <= float(_number(_json(delta)))

@@ -109,7 +109,6 @@ def _short(values: range) -> range:
 
 
 def _product(one: object, other: object) -> object:
-    """Multiply numbers, or repeat a text or a list a moderate number of times."""
     for many, often in ((one, other), (other, one)):
         if isinstance(many, str | list | tuple) and isinstance(often, int):
             _short(range(len(many) * max(often, 0)))

@@ -78,7 +78,6 @@ def own_nodes(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
 
 
 def _stores(nodes: Iterable[ast.AST]) -> Counter[str]:
-    """Count how often each name is bound."""
     found = Counter[str]()
     for node in nodes:
         match node:
@@ -123,7 +122,6 @@ def indexed(bound: Bound | None) -> Cells | None:
 
 
 def _rows(table: ast.expr, scope: Scope) -> list[ast.expr]:
-    """Return the rows of a table of literals; none if it is not one."""
     match table:
         case ast.List(elts=rows) | ast.Tuple(elts=rows):
             return [] if any(isinstance(row, ast.Starred) for row in rows) else rows
@@ -144,7 +142,6 @@ def _rows(table: ast.expr, scope: Scope) -> list[ast.expr]:
 
 
 def _columns(target: ast.expr, rows: list[ast.expr]) -> dict[str, list[ast.expr]]:
-    """Return the column of each name of a loop's target."""
     match target:
         case ast.Name(id=name):
             return {name: rows}

@@ -336,7 +336,6 @@ class _Sealer:
         )
 
     def _replaced(self) -> set[int]:
-        """Return the test functions that another one of the same name may replace."""
         branches = [node for node in ast.walk(self.source.tree) if isinstance(node, ast.If | ast.Try)]
         optional = {id(node) for branch in branches for node in ast.walk(branch)}
         found: dict[str, list[int]] = {}
@@ -361,7 +360,6 @@ def _imports(nodes: Iterable[ast.AST], module: str, name: str) -> bool:
 
 
 def _is_assertion(node: ast.AST) -> bool:
-    """Return whether a node asserts something, in one of the usual ways."""
     match node:
         case ast.Assert(test=test):
             return not isinstance(test, ast.Constant)

@@ -145,7 +145,6 @@ class RowExchange:
         return wait
 
     def _others(self) -> list[int]:
-        """Return the other ranks, in an order by which each one serves one reader at a time."""
         return [(self._rank + step) % self._ranks for step in range(1, self._ranks)]
 
     def _begin_gather(self, rows: Tensor) -> tuple[Tensor, list[Any]]:
@@ -186,7 +185,6 @@ class RowExchange:
         self._side.wait_stream(stream)
 
     def _pull(self, source: Tensor, to: Tensor) -> Any:
-        """Begin to copy what a rank offers; return the event of its end."""
         with compat.on_stream(self._side):
             to.copy_(source)
         self._last = self._side.record_event()

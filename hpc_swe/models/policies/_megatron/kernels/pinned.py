@@ -159,7 +159,6 @@ def views(copied: Tensor, places: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _start(place: Tensor) -> int:
-    """Return at which byte of its storage a tensor begins."""
     return int(place.storage_offset() * place.itemsize)
 
 

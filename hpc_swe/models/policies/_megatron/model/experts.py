@@ -74,7 +74,6 @@ class ExpertLayer(MoELayer):  # type: ignore[misc]
         return Collect.apply(found, route).view_as(tokens)
 
     def _choose(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the experts of each token, int64 [tokens, k], and their float32 weights."""
         scores = self.router.gating(tokens)
         if self.config.moe_router_pre_softmax:
             weights, chosen = self.replay.choose(scores.softmax(-1), self.config.moe_router_topk)

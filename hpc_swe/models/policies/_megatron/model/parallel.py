@@ -91,7 +91,6 @@ def _require_device(settings: MegatronSettings) -> None:
 
 
 def _choose_kernels(*, deterministic: bool) -> None:
-    """Let torch use only kernels that add in a fixed order, or any; those of triton_kernels.py always do."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
         torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads such memory

@@ -65,7 +65,6 @@ class CheckpointFiles:
         return found
 
     def _write(self, stream: "_Stream", key: str, item: Any, data: Any) -> Any:
-        """Write a text, or a tensor without its values; return where Megatron finds it."""
         empty = torch.empty(data.shape, dtype=data.dtype) if isinstance(data, Tensor) else data
         with torch.serialization.skip_data():
             found = filesystem._write_item(

@@ -180,7 +180,6 @@ class HostedStates:
             torch._foreach_add_([self._adamw.state[each.param]["step"] for each in self._hosted], 1)
 
     def _stream(self) -> None:
-        """Pass all chunks through the device."""
         here, count = torch.cuda.current_stream(), len(self._chunks)
         longest = max(chunk.end - chunk.first for chunk in self._chunks)
         slots = [
@@ -202,7 +201,6 @@ class HostedStates:
         here.wait_stream(self._leaving)
 
     def _fetch(self, chunk: Chunk, slot: dict[str, Tensor]) -> Any:
-        """Begin to copy a chunk to the device; return the event of its arrival."""
         with on_stream(self._arriving):
             for name, host in self._host.items():
                 part = host[chunk.first : chunk.end]
@@ -210,7 +208,6 @@ class HostedStates:
         return self._arriving.record_event()
 
     def _put_back(self, chunk: Chunk, slot: dict[str, Tensor]) -> Any:
-        """Begin to copy a chunk to host memory; return the event of its end."""
         with on_stream(self._leaving):
             for name, host in self._host.items():
                 part = host[chunk.first : chunk.end]
@@ -254,7 +251,6 @@ class HostedStates:
 
 
 def _without_bytes(tensor: Tensor) -> Tensor:
-    """Free the memory of a tensor, which keeps its shape."""
     tensor.untyped_storage().resize_(0)
     return tensor
 

@@ -148,7 +148,6 @@ def _load_piece(piece: Sequence[SavedTensor], reader: StorageReader) -> None:
 
 
 def _for_torch(shard: ShardedTensor) -> CheckpointableShardedTensor:
-    """Return a shard that has as many axes as the whole tensor, in the form that torch reads into."""
     data = shard.data.view((1,) * shard.prepend_axis_num + tuple(shard.local_shape))
     plain = replace(shard, data=data, local_shape=tuple(data.shape), prepend_axis_num=0)
     return CheckpointableShardedTensor.from_sh_ten(plain)

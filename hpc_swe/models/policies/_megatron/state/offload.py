@@ -97,7 +97,6 @@ class Offload:
             torch.cuda.synchronize()
 
     def _make_room(self, sizes: Sequence[int]) -> None:
-        """Have places of these sizes; the state of any rank may have grown since the last time."""
         if any(self._ranks.gather([host.nbytes for host in self._host] != sizes)):
             self._host.clear()  # free it first
             room = pinned.take("hybrid = true", pinned.room_for(sizes), self._ranks, REMEDY)

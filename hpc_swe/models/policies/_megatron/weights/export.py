@@ -122,7 +122,6 @@ class Exporter:
             )
 
     def _open(self, folder: Path, kind: str) -> TensorFiles:
-        """Open as many files on each rank, so that one number counts those of all."""
         mine = sum(parameter.nbytes for parameter in self._parameters.values())
         share = max(self._ranks.gather(mine)) // self._ranks.replica_group.size()
         each = min(FILES, 1 + share // FILE_BYTES)
@@ -145,7 +144,6 @@ class Exporter:
         return infos
 
     def _add_whole(self, files: TensorFiles, name: str, tensor: Tensor, *, keep: bool) -> Tensor:
-        """Add a tensor, and return its digest, int64 [1]."""
         files.add({name: tensor})
         if keep and name not in self._kept:
             self._kept[name] = self._place(tensor)
@@ -154,7 +152,6 @@ class Exporter:
         return self._computer.tensor(tensor).view(1)
 
     def _old_values(self) -> Iterator[list[Tensor]]:
-        """Yield the kept values of each group of a delta on the device."""
         groups = (list(group.values()) for group in _grouped(iter(self._kept.items()), GROUP))
         return groups if self._room is None else self._room.ahead(groups, self._device)
 
@@ -185,7 +182,6 @@ class Exporter:
         return pinned.take(KEY, size, self._ranks, REMEDY)
 
     def _place(self, tensor: Tensor) -> Tensor:
-        """Return memory in which the values of a tensor are kept."""
         if self._room is None:
             return torch.empty_like(tensor)
         return self._room.place(tensor.shape, tensor.dtype)

@@ -299,7 +299,6 @@ class Adapters:
 def _choose(
     model: PolicyModel, shape: ModelShape, settings: MegatronSettings
 ) -> Iterator[tuple[nn.Module, list[Rows], str]]:
-    """Yield the linear layers that `lora_layers` names, with their matrices and the prefix of those."""
     groups, size = shape.groups // settings.tensor_parallel, shape.head_dim
     queries, ffn = shape.heads // shape.groups * size, shape.ffn // settings.tensor_parallel
     fused = [
