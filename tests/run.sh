@@ -26,19 +26,20 @@ part() { # NAME FOLDER...
   run "$@" &
 }
 
-named=(tests/cluster tests/kernels tests/pipeline)
+named=(tests/kernels)
 if [ "$kind" = "not cluster" ]; then
   kind=cluster part cluster tests/cluster
-  part pipeline tests/pipeline
+  part repairs tests/pipeline/test_{chaos,hybrid,killed_run}.py # one of them makes the model for all
+  part runs tests/pipeline/test_{sft,stuck_run}.py
 fi
 part graders tests/tasks tests/cheats
 part makers tests/makers tests/docs
 part learners tests/models/policies tests/roles/learner
 part engines tests/models/engines tests/roles/inference
-part roles tests/roles/coordinator tests/roles/rollout tests/roles/reward
 part agents tests/agents
-part launch tests/launch tests/jobs tests/test_one_command.py
 part view tests/view tests/demo
+part roles tests/roles/coordinator tests/roles/rollout tests/roles/reward
+part launch tests/launch tests/jobs tests/cluster tests/test_one_command.py
 [ "$kind" = "not cluster" ] && PYTHONPATH=.cache/triton part kernels tests/kernels # elsewhere nothing may find Triton
 part others "${named[@]/#/--ignore=}" tests
 while [ "$(jobs -rp | wc -l)" -gt 0 ]; do wait -n; done
