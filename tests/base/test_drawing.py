@@ -10,7 +10,7 @@ from tensorboard.context import RequestContext
 from tensorboard.data.provider import RunTagFilter
 from tensorboard.plugins.custom_scalar import layout_pb2
 
-from hpc_swe.base.drawing import EPISODE_STEPS, FIRST, Drawing
+from hpc_swe.base.drawing import FIRST, Drawing
 from hpc_swe.base.metrics import METRICS, Log, meaning
 from hpc_swe.base.records import Message, ScoredEpisode, ToolCall
 from hpc_swe.base.rundir import RunDir
@@ -70,32 +70,6 @@ def test_reward_solve_rates_and_signal_come_first(run):
     assert set(tags[4:]) == {*numbers, "batch/fill", "episodes/turns"}
 
 
-def test_every_curve_says_what_it_means(run):
-    names = [name.replace("*", "x") for name in METRICS if not name.startswith("length/")]
-    Log(run.metric_log("a")).write(0, dict.fromkeys(names, 1.0))
-    Drawing(run).update()
-    found = Board(run).scalars()
-    assert [name for name in names if not found[name].description] == []
-    assert found[f"{FIRST}/reward_mean"].description == METRICS["reward/mean"]
-
-
-def test_deciles_are_a_histogram_a_step(run):
-    log = Log(run.metric_log("a"))
-    for step in (0, 1):
-        log.write(
-            step,
-            {f"length/{what}_d{d}": float(d + step) for what in ("trained", "dropped") for d in range(10)},
-        )
-    Drawing(run).update()
-    board = Board(run)
-    assert not any(tag.startswith("length/") for tag in board.scalars())
-    found = board.tensors("histograms")
-    assert sorted(found) == ["length/dropped", "length/trained"]
-    (_, first), (step, second) = found["length/trained"]
-    assert (step, first.shape) == (1, (10, 3))
-    assert second[3].tolist() == [3.0, 4.0, 4.0]
-
-
 def test_the_charts_have_an_order_and_know_only_curves_that_there_are(run):
     Log(run.metric_log("a")).write(0, {"reward/mean": 0.5})
     Drawing(run).update()
@@ -135,15 +109,3 @@ def test_the_configuration_and_three_episodes_a_step_can_be_read(run):
     assert "    # at length" in longest
     assert "    >>> view" in longest
     assert all(line.startswith("    ") for line in longest.splitlines()), "or Markdown would change it"
-
-
-def test_a_damaged_archive_and_a_long_run_cost_no_drawing(run, caplog):
-    for step in range(EPISODE_STEPS + 3):
-        archive.write(run.archive(step), [spoken("x", reward=0.0)], [0])
-    run.archive(EPISODE_STEPS).write_bytes(b"x")
-    (run.archives / "foreign.parquet").write_bytes(b"x")
-    Log(run.metric_log("a")).write(0, {"reward/mean": 0.5})
-    Drawing(run).update()
-    steps = [step for step, _ in Board(run).told("episodes/unresolved")]
-    assert steps == [step for step in range(3, EPISODE_STEPS + 3) if step != EPISODE_STEPS]
-    assert "its episodes are not drawn" in caplog.text

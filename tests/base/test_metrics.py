@@ -1,15 +1,9 @@
-import resource
-import signal
-import subprocess
-
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hpc_swe.base.drawing import FIRST, Drawing
-from hpc_swe.base.errors import StorageError
-from hpc_swe.base.metrics import METRICS, Log, meaning
+from hpc_swe.base.metrics import Log
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.roles.inference.child import Child
 
 
 @pytest.fixture
@@ -24,13 +18,6 @@ def curves(run):
     view.Reload()
     tags = [tag for tag in view.Tags()["scalars"] if not tag.startswith(FIRST)]
     return {tag: [(e.step, e.value) for e in view.Scalars(tag)] for tag in tags}
-
-
-def test_lines_of_all_writers_become_curves(run):
-    Log(run.metric_log("a")).write(0, {"reward/mean": 0.5})
-    Log(run.metric_log("b")).write(0, {"learner/loss": 2.0})
-    Drawing(run).update()
-    assert curves(run) == {"reward/mean": [(0, 0.5)], "learner/loss": [(0, 2.0)]}
 
 
 def test_drawing_goes_on_where_it_was(run):
@@ -91,19 +78,6 @@ def test_numbers_that_are_not_finite_are_left_out_and_said(run, caplog):
     assert "not finite at step 4: reward/mean" in caplog.text
 
 
-def test_recent_values_are_kept_for_status(run):
-    log = Log(run.metric_log("a"))
-    for step in range(30):
-        log.write(step, {"reward/mean": step})
-    assert log.recent["reward/mean"] == [float(step) for step in range(10, 30)]
-
-
-def test_every_meaning_is_one_line_and_patterns_are_understood():
-    assert all(text and "\n" not in text for text in METRICS.values())
-    assert meaning("exit/submitted") == METRICS["exit/*"]
-    assert meaning("no/such") == ""
-
-
 def test_a_torn_line_takes_no_other_along(run):
     """As a full disk leaves it: by this process, or by one before it with the same file."""
     log = Log(run.metric_log("a"))
@@ -115,32 +89,3 @@ def test_a_torn_line_takes_no_other_along(run):
     log.write(3, {"reward/mean": 3.0})
     Drawing(run).update()
     assert curves(run) == {"reward/mean": [(0, 0), (2, 2), (3, 3)]}
-
-
-def test_a_line_that_a_limit_cut_short_takes_no_other_along(run):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    log = Log(run.metric_log("a"))
-    log.write(0, {"reward/mean": 0.0})
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (run.metric_log("a").stat().st_size + 10, hard))
-        log.write(1, {"reward/mean": 1.0})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, ignored)
-    log.write(2, {"reward/mean": 2.0})
-    Drawing(run).update()
-    assert curves(run) == {"reward/mean": [(0, 0), (2, 2)]}
-
-
-def test_a_log_that_a_full_file_system_refuses_is_one_error(tmp_path):
-    mount = ["mount", "-t", "tmpfs", "-o", "nr_inodes=1", "tmpfs", str(tmp_path)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("needs the right to mount a small tmpfs")
-    try:
-        with pytest.raises(StorageError, match=rf"^{tmp_path}/log.jsonl: no space is left; free some"):
-            Log(tmp_path / "log.jsonl")
-        with pytest.raises(StorageError, match=rf"^{tmp_path}/engine.log: no space is left; free some"):
-            Child(["false"], {}, tmp_path / "engine.log")
-    finally:
-        subprocess.run(["umount", "-l", tmp_path], check=True)

@@ -47,19 +47,3 @@ def test_the_run_folder_itself_is_private_whatever_the_umask(tmp_path):
     RunDir(tmp_path / "run").make()
     os.umask(before)
     assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
-
-
-def test_making_a_run_again_keeps_what_lies_in_it(run):
-    (run.requests / "ready" / "a~0").write_bytes(b"x")
-    run.make()
-    assert (run.requests / "ready" / "a~0").read_bytes() == b"x"
-
-
-def test_the_spools_are_the_ones_that_have_names(run):
-    assert [run.spool(name) for name in SPOOLS] == [run.requests, run.episodes, run.scored]
-
-
-def test_names_of_steps_sort_by_age(run):
-    for name in (run.batch, run.archive, lambda step: run.weight(WeightVersion(step=step))):
-        paths = [name(step) for step in (0, 9, 10, 999_999)]
-        assert paths == sorted(paths)

@@ -6,25 +6,21 @@ import os
 import subprocess
 import sys
 
-import msgspec
 import pytest
 from rich.console import Console
 from rich.table import Table
 
 from hpc_swe.base import tables
-from hpc_swe.base.records import MetricLine, RoleStatus, Sampling, StatusReport, Task, TestPlan, WeightVersion
+from hpc_swe.base.records import RoleStatus, Sampling, StatusReport, Task, TestPlan, WeightVersion
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store.evals import Attempt
 from hpc_swe.config import config as configuration
-from hpc_swe.demo import __main__ as demo
 from hpc_swe.launch import preview
-from hpc_swe.launch.doctor import examine
-from hpc_swe.launch.doctor.findings import Finding
 from hpc_swe.launch.plan import RunPlan
 from hpc_swe.launch.view import Queue, RunView
-from hpc_swe.makers import check, prepare
+from hpc_swe.makers import check
 from hpc_swe.tasks.task_checks import Seconds, TaskCheck
-from hpc_swe.view import exhibits, status
+from hpc_swe.view import status
 from hpc_swe.view.evaluation import results
 from hpc_swe.view.evaluation.results import Finished
 from tests.kit.checkout import ROOT
@@ -97,12 +93,6 @@ def test_table_of_checked_tasks():
     assert {"3 resolved", "3 unresolved"} <= words(lines)
 
 
-def test_table_of_prepared_tasks():
-    rows = [prepare.Prepared(LONG, f"{n}.0", "its eval script", {}) for n in range(40)]
-    lines = printed(prepare.overview(rows))
-    assert starts(lines, LONG) >= 1, lines
-
-
 def test_tables_of_a_dry_run(tmp_path):
     shape = {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 320}
@@ -119,23 +109,6 @@ def test_tables_of_a_dry_run(tmp_path):
     assert [name for name in names if not starts(lines, name)] == []
     assert max(map(len, lines)) <= 80
     assert len(names) > 20
-
-
-def test_the_doctor_s_table():
-    checks = ["rename between folders", "shared memory of engines and of [their] guards"]
-    where = ", ".join(f"partition {name * 9}" for name in "abcdefgh")
-    findings = [Finding(c, "fault", "what is wrong: " * 9, "do this [or that]: " * 9, where) for c in checks]
-    lines = printed(examine.table(findings), width=80)
-    assert [name for name in checks if not any(name in line for line in lines)] == []
-    assert "".join("".join(lines).split()).count("dothis") == 18
-
-
-def test_the_demo_s_table():
-    found = [a for label in demo.DECODINGS for a in attempts(label)]
-    lines = printed(demo.rates(found, found))
-    cells = [line.replace("\u2502", "|") for line in lines]
-    assert [label for label in demo.DECODINGS if not starts(cells, label)] == []
-    assert "1/5, 1/5" in words(cells)
 
 
 @pytest.mark.parametrize("width", [60, 80])
@@ -157,22 +130,6 @@ def test_the_screen_of_a_run_keeps_names_and_last_values_of_its_curves(width):
     lines = console.file.getvalue().splitlines()
     assert [name for name in names if not any(line.startswith(f"{name}  2.346e-09") for line in lines)] == []
     assert any(line.split()[:3] == ["rollout", "4", "0"] for line in lines)
-
-
-def test_what_show_prints_of_a_file_keeps_its_first_column(tmp_path):
-    path = tmp_path / "metrics" / "learner-0.jsonl"
-    path.parent.mkdir()
-    line = MetricLine(step=1, time=1.0, values={LONG: 2.5})
-    path.write_bytes(msgspec.json.encode(line) + b"\n")
-    assert starts(exhibits.exhibit(path).splitlines(), LONG) == 1
-
-
-def test_brackets_beside_a_bar_are_text_and_do_not_end_a_command():
-    console = Console(file=io.StringIO(), width=200)
-    bar = tables.bars()
-    bar.add_task("django-1: [sandbox] no room in [/tmp/x]", total=3)
-    console.print(bar.get_renderable())
-    assert "django-1: [sandbox] no room in [/tmp/x]" in console.file.getvalue()
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 200])

@@ -10,81 +10,6 @@ from tests.kit.cheats.cheat_task import TASK
 from tests.kit.waiting import until
 
 HONEST = {
-    "monkeypatching": (
-        "import json, os\nrate = 2\ndef twice(a): return rate * a\ndef home(): return os.getcwd()\n"
-        "def asked(): return input() + json.dumps(open('x').read())\n",
-        """
-def test_it(monkeypatch, tmp_path):
-    import io, sys, types, mod
-    changes = monkeypatch
-    changes.setattr(mod, "rate", 3)
-    changes.setattr("os.getcwd", lambda: "here")
-    changes.setattr("builtins.input", lambda: "1")
-    changes.setattr("builtins.open", lambda name: io.StringIO(name))
-    changes.setitem(sys.modules, "absent", types.ModuleType("absent"))
-    changes.setattr(mod, "sum", lambda values: 7, raising=False)
-    changes.setenv("HOME", str(tmp_path))
-    assert (mod.twice(2), mod.home(), mod.asked()) == (6, "here", '1"x"')
-""",
-    ),
-    "mocks": (
-        "import time\ndef wait(): time.sleep(60); return print('x')\n",
-        """
-import unittest
-from unittest import mock
-class TestIt(unittest.TestCase):
-    @mock.patch("time.sleep")
-    @mock.patch("builtins.print", return_value=3)
-    def test_it(self, show, sleep):
-        from mod import wait
-        for number in range(3):
-            with self.subTest(number=number):
-                self.assertEqual(wait(), show.return_value)
-        sleep.assert_called_with(60)
-""",
-    ),
-    "classes and caches": (
-        """
-import abc, contextlib, dataclasses, enum, functools, gettext, typing
-gettext.install("mod")
-class Colour(enum.Enum):
-    RED = 1
-@dataclasses.dataclass(order=True)
-class Point:
-    x: int
-    y: int = dataclasses.field(default=2)
-class Shape(abc.ABC):
-    @abc.abstractmethod
-    def area(self): ...
-@Shape.register
-class Square: pass
-class Pair(typing.NamedTuple):
-    a: int
-@functools.lru_cache(maxsize=None)
-def fib(n): return n if n < 2 else fib(n - 1) + fib(n - 2)
-@functools.singledispatch
-def kind(value): return "other"
-@kind.register
-def _(value: int): return "int"
-@contextlib.contextmanager
-def opened(): yield 1
-class Old:
-    def __call__(self): return 1
-class New(Old):
-    def __call__(self): return 2
-def __getattr__(name): return name
-""",
-        """
-import mod
-def test_it():
-    one = mod.Old()
-    one.__class__ = mod.New
-    with mod.opened() as opened:
-        assert (one(), opened, mod.fib(30), mod.kind(1), mod.absent) == (2, 1, 832040, "int", "absent")
-    assert mod.Point(1) < mod.Point(2) and isinstance(mod.Square(), mod.Shape) and mod.Pair(1).a
-    assert mod.Colour(1) is mod.Colour.RED
-""",
-    ),
     "deep recursion": (
         "import copy\ndef deep(n):\n    value = []\n    for _ in range(n): value = [value]\n"
         "    return copy.deepcopy(value)\ndef endless(n): return endless(n + id(n))\n",
@@ -129,39 +54,14 @@ def test_it():
         slow()
 """,
     ),
-    "code that is made": (
-        """
-import collections, importlib, sys, tempfile, pathlib, types
-Made = type("Made", (), {"value": property(lambda self: 1)})
-Named = collections.namedtuple("Named", "a b")
-def loaded():
-    folder = pathlib.Path(tempfile.mkdtemp())
-    (folder / "made_up.py").write_text("value = 3")
-    sys.path.insert(0, str(folder))
-    made = importlib.import_module("made_up")
-    return importlib.reload(made).value
-def again(function):
-    return types.FunctionType(function.__code__, {"len": lambda value: 9})
-def size(): return len("")
-""",
-        """
-import mod
-def test_it():
-    assert (mod.loaded(), mod.Made().value, mod.Named(1, 2).b, mod.again(mod.size)()) == (3, 1, 2, 9)
-""",
-    ),
-    "an installed package that loads ctypes": (
-        "from multiprocessing import sharedctypes\ndef types(): return sharedctypes.typecode_to_type\n",
-        "from mod import types\ndef test_it():\n    assert len(types()) > 5\n",
-    ),
 }
 
 
 @pytest.mark.parametrize(("text", "test"), HONEST.values(), ids=HONEST.keys())
 def test_honest_solutions_are_paid(grade, text, test):
-    name = "test_hidden.py::TestIt::test_it" if "class TestIt" in test else "test_hidden.py::test_it"
+    names = ["test_hidden.py::test_it"]
     plan = msgspec.structs.replace(
-        TASK.tests, files={"test_hidden.py": test}, fail_to_pass=[name], pass_to_pass=[]
+        TASK.tests, files={"test_hidden.py": test}, fail_to_pass=names, pass_to_pass=[]
     )
     score = grade(msgspec.structs.replace(TASK, tests=plan), mod__py=text)
     assert score.outcome == "resolved", score

@@ -205,10 +205,6 @@ memory = open(%s, "r+b", 0)
 def read(at): return int.from_bytes(os.pread(memory.fileno(), 8, at), "little")
 def write(at, data): os.pwrite(memory.fileno(), data, at)
 """
-BY_CTYPES = """
-def read(at): return int.from_bytes(ctypes.string_at(at, 8), "little")
-def write(at, data): ctypes.memmove(at, data, 8)
-"""
 UNDER_ANOTHER_NAME = """
 import importlib.machinery as machinery, importlib.util as util
 spec = util.spec_from_file_location("x._ctypes", machinery.PathFinder.find_spec("_ctypes").origin)

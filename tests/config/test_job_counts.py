@@ -1,16 +1,13 @@
 """Roles, jobs and GPUs that follow from a configuration."""
 
 from pathlib import Path
-from typing import ClassVar
 
-import msgspec
 import pytest
 
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.config import config as configuration
 from hpc_swe.config import job_counts
-from hpc_swe.models.engines.scripted import Scripted
 from jobs import run as jobs_run
 from tests.kit.checkout import ROOT
 
@@ -35,25 +32,6 @@ def test_engines_of_a_hybrid_run_are_in_the_learner_s_job_alone(tmp_path):
 def test_a_hybrid_job_has_gpus_for_its_engines_and_for_its_ranks():
     assert job_counts.gpus("learner", read("engine.tensor_parallel=2", "counts.inference=2")) == 4
     assert job_counts.gpus("learner", read("policy.tensor_parallel=8")) == 8
-
-
-class Unsized(Scripted, frozen=True, kw_only=True):
-    gpus: ClassVar[int | None] = None
-
-
-def test_an_engine_of_unknown_size_sees_all_gpus_of_its_job(tmp_path):
-    config = msgspec.structs.replace(read("policy.device=cpu"), engine=Unsized(replies=""))
-    assert job_counts.gpus("learner", config) is None
-    assert jobs_run.commands(RunDir(tmp_path), "learner", config)[-1][-2] == "jobs.inference"
-    assert "env" not in jobs_run.commands(RunDir(tmp_path), "learner", config)[-1]
-
-
-@pytest.mark.parametrize("mode", ["sft", "eval"])
-def test_a_run_without_learner_or_engine_is_never_hybrid(mode):
-    words = {"sft": ["learner.loss.objective=sft"], "eval": []}[mode]
-    config = read(f"mode={mode}", *words)
-    assert not job_counts.is_hybrid(config)
-    assert job_counts.desired(config).get("inference", 1) == 1
 
 
 def test_a_hybrid_run_needs_engines_of_its_own_that_can_sleep():

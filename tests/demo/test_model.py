@@ -22,11 +22,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_everybody_on_a_shared_file_system_may_read_it(folder: Path) -> None:
-    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o644}
-    assert not folder.with_name("model.tmp").exists()
-
-
 def test_generation_stops_at_the_end_of_a_turn(folder: Path) -> None:
     stops = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
     assert TokenBuilder(folder).end_id in stops
@@ -40,15 +35,3 @@ def test_demonstrations_are_short_and_survive_encoding(folder: Path) -> None:
         text = builder.tokens.decode(ids)
         assert all(call.arguments in text for message in messages for call in message.tool_calls)
         assert all(message.content in text for message in messages)
-
-
-def test_an_operator_is_the_same_token_in_code_and_in_a_call(folder: Path) -> None:
-    tokens = TokenBuilder(folder).tokens
-    code, call = (
-        tokens.encode("3:    return [a <= b, a == b, a & b]"),
-        '"old": "OPERATOR", "new": "OPERATOR"}}',
-    )
-    for operator in ("==", "&"):
-        (token,) = tokens.encode(operator)
-        assert token in code
-        assert tokens.encode(call.replace("OPERATOR", operator)).count(token) == 2

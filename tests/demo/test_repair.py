@@ -14,7 +14,7 @@ from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.store.evals import Attempt
 from hpc_swe.demo import learned
 from hpc_swe.demo.learned import ModelResult
-from hpc_swe.demo.repair import Clock, Repair, held_gpus
+from hpc_swe.demo.repair import Clock, Repair
 from tests.kit.checkout import ROOT, environment
 from tests.kit.toy_model import HERMES, make_model
 from tests.kit.waiting import DEADLINE_S, until
@@ -95,27 +95,6 @@ def test_stages_that_are_done_are_neither_repeated_nor_taken_for_others(repair):
     assert repair.cost().startswith(f"{sum(each.seconds for each in spent.values()) / 3600:.2f} hours")
 
 
-def test_engines_return_routing_to_the_learner_alone(monkeypatch, tmp_path):
-    monkeypatch.chdir(ROOT)
-    routed = Repair(tmp_path, ["configs/repair_1b.toml", "engine.return_routing=true"], tmp_path)
-    rows = tmp_path / "rows.parquet"
-    assert routed.config_of("grpo", rows).engine.return_routing
-    assert not routed.config_of_evaluation(tmp_path, "sampled", 2, rows).engine.return_routing
-
-
-def test_rows_of_others_are_kept_where_the_held_out_ones_are_missing(repair, tmp_path):
-    (tmp_path / "test.jsonl").unlink()
-    with pytest.raises(ConfigError, match=r"test\.jsonl': they are not both there"):
-        repair.make_tasks()
-    (tmp_path / "train.parquet").write_text("mine")
-    named = [
-        f'taskset.{split}="{tmp_path}/{name}.parquet"'
-        for split, name in {"train": "train", "eval": "test"}.items()
-    ]
-    with pytest.raises(ConfigError, match="they are not both there"):
-        dataclasses.replace(repair, words=[*repair.words, *named]).make_tasks()
-
-
 @pytest.mark.slow
 def test_the_command_goes_on_after_a_kill_in_training(tmp_path):
     make = [sys.executable, "-m", "hpc_swe.demo.model", "--out", tmp_path / "model"]
@@ -146,42 +125,6 @@ def test_the_command_goes_on_after_a_kill_in_training(tmp_path):
     assert [steps for *_, steps in lines] == ["0", "0", "3", "3", "3", "3"]
     assert (tmp_path / "out/rate/summary.json").stat().st_mtime_ns == rated
     assert (tmp_path / "out/curves.png").exists()
-
-
-@pytest.mark.slow
-def test_tasks_are_made_of_sources_and_other_keys_do_not_forbid_more(repair, tmp_path):
-    code = 'def f(x):\n    """Return a number.\n\n    >>> f(1)\n    3\n    >>> f(2)\n    5\n    """\n'
-    (tmp_path / "twice.py").write_text(f"{code}    y = 2 * x\n    return y + 1\n")
-    files = {"train": "train", "eval": "test"}
-    named = [f'taskset.{split}="{tmp_path}/made/{name}.parquet"' for split, name in files.items()]
-    for count in (1, 2):  # all faults are of one function, so none is held out
-        given = [*repair.words, *named, f"tasks.train={count}"]
-        made = dataclasses.replace(repair, words=given, sources=[str(tmp_path / "twice.py")])
-        with pytest.raises(ConfigError, match="no held-out task was made"):
-            made.make_tasks()
-    assert len(pq.read_table(tmp_path / "made/train.parquet")) > 1
-
-
-def test_the_time_of_a_stage_is_summed_over_interruptions(tmp_path):
-    first = Clock(tmp_path / "spent.json", gpus=2)
-    first._since -= 30
-    first.note()
-    first._since -= 5
-    first.note()  # too soon to be written, so a kill loses these seconds
-    again = Clock(tmp_path / "spent.json", gpus=2)
-    again._since -= 10
-    again.note(0.0)
-    assert again.spent.seconds == pytest.approx(40, abs=1)
-    assert again.spent.gpu_seconds == pytest.approx(80, abs=2)
-
-
-def test_a_shared_gpu_is_counted_once_and_no_gpu_of_roles_without_jobs(monkeypatch, tmp_path):
-    monkeypatch.chdir(ROOT)
-    repair = Repair(tmp_path, ["configs/repair_1b.toml"], tmp_path)
-    apart = [*repair.words, "executor.share_gpus=false", 'policy.recompute="products"']
-    assert held_gpus(repair.config()) == 1
-    assert held_gpus(dataclasses.replace(repair, words=apart).config()) == 2
-    assert held_gpus(dataclasses.replace(repair, words=apart).config("mode=eval")) == 1
 
 
 def test_the_shuffled_control_has_the_advantages_of_the_configuration(repair, tmp_path):

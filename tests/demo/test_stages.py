@@ -26,11 +26,6 @@ def test_a_file_of_overrides_has_another_beside_it_for_one_stage():
     ]
 
 
-@pytest.mark.parametrize("files", [[], ["demo_eval"]])
-def test_a_stage_without_a_file_of_its_own_takes_the_overrides_as_they_are(files):
-    assert list(of_stage([GIVEN, "seed=3"], files)) == [GIVEN, "seed=3"]
-
-
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".x", "sft", "model", "after-grpo"])
 def test_a_run_of_the_demo_cannot_take_the_folder_of_something_else(name):
     with pytest.raises(argparse.ArgumentTypeError):
@@ -43,11 +38,6 @@ def test_a_model_of_other_sizes_is_not_taken_for_the_one_asked_for(tmp_path):
     assert Demo(tmp_path, 0, []).make_model() == tmp_path / "model"
     with pytest.raises(HpcSweError, match="is not of --shape 0.6B"):
         Demo(tmp_path, 0, [], shape="0.6B").make_model()
-
-
-def test_the_demo_starts_from_the_model_that_is_given(tmp_path):
-    assert Demo(tmp_path / "out", 0, [], given=tmp_path).make_model() == tmp_path
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_model_for_shorter_conversations_is_not_taken_either(tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 
@@ -21,7 +20,6 @@ from hpc_swe.models.policies._megatron.memory import (
     MemoryNeeds,
     cheapest_recompute,
     learner_memory,
-    reference_memory,
 )
 from hpc_swe.models.policies.megatron import Megatron
 from tests.kit.checkout import ROOT
@@ -134,12 +132,6 @@ def test_count_is_that_of_models_that_are_built(tmp_path):
         assert counted == sum(parameter.numel() for parameter in model.parameters()), folder.name
 
 
-def test_ranks_together_hold_the_model_once_and_norms_once_a_rank(shape):
-    count = shape("30B-A3B").parameters
-    assert count.of_rank(1) == count.total
-    assert 4 * count.of_rank(4) == count.total + 3 * count.whole
-
-
 # memory
 
 
@@ -169,16 +161,6 @@ def test_estimate_of_experts_on_two_gpus_is_what_was_measured(shape):
     policy = Megatron(recompute="elementwise", expert_parallel=2)
     peak = learner_memory(shape("8 layers of 30B-A3B"), policy, 2, 65536).total.bytes / GIB
     assert peak == pytest.approx(83.8, rel=0.05)
-
-
-@pytest.mark.parametrize(("recompute", "kept"), [("products", True), ("elementwise", True), ("full", False)])
-def test_each_rank_keeps_where_the_choices_of_all_ranks_are_computed(shape, recompute, kept):
-    def activations(ranks):
-        policy = Megatron(recompute=recompute, expert_parallel=ranks)
-        parts = learner_memory(shape("30B-A3B"), policy, ranks, 1000).parts
-        return next(part.bytes for part in parts if part.what == "activations")
-
-    assert activations(64) - activations(16) == kept * 1000 * 48 * 8 * 12 * (64 - 16)
 
 
 def test_data_parallel_ranks_share_the_optimizer_and_only_when_told(shape):
@@ -219,15 +201,6 @@ def test_recomputation_is_chosen_for_routing_that_is_not_even(shape):
     assert cheapest_recompute(shape("30B-A3B"), policy, 8, needs, 1.25 * free) == "elementwise"
 
 
-def test_dry_run_says_that_the_estimate_is_for_even_routing(shape):
-    def notes(**settings):
-        return " ".join(learner_memory(shape("30B-A3B"), Megatron(**settings), 8, 4096).notes)
-
-    assert "even routing" in notes(expert_parallel=8)
-    assert "even routing" in notes(expert_parallel=8, recompute="auto")
-    assert "even routing" not in notes()
-
-
 def test_recomputation_that_is_chosen_leaves_room_for_the_last_version(shape):
     """The last version takes 7.6 GiB of each of two GPUs."""
     policy, deltas = Megatron(recompute="auto"), MemoryNeeds(16384, ["last version"])
@@ -237,35 +210,6 @@ def test_recomputation_that_is_chosen_leaves_room_for_the_last_version(shape):
     on_gpu = Megatron(recompute="auto", delta_base="gpu")
     assert cheapest_recompute(shape("8B"), on_gpu, 2, deltas, free) != "elementwise"
     assert cheapest_recompute(shape("8B"), on_gpu, 2, MemoryNeeds(16384), free) == "elementwise"
-
-
-def test_a_learner_makes_room_for_what_the_dry_run_lists(read):
-    """Where versions are never deltas, the last one is not kept."""
-    for every, what in ((1, []), (4, ["last version, for deltas"])):
-        config = read("policy={dtype='bfloat16', delta_base='gpu'}", f"learner.snapshot_every={every}")
-        listed = [part.what for part in costs(config).learner.parts]
-        assert [name for name in listed if name.startswith("last version")] == what
-        assert config.kept == ["last version"][: len(what)]
-
-
-def test_dry_run_of_auto_lists_the_peak_of_each_value(shape):
-    found = learner_memory(shape("4B"), Megatron(recompute="auto"), 1, 16384)
-    full = learner_memory(shape("4B"), Megatron(recompute="full"), 1, 16384)
-    assert found.parts == full.parts
-    assert found.notes[-1].startswith(
-        "recompute = auto takes the fastest value that fits; peaks in GiB: none 1"
-    )
-    assert found.notes[-1].endswith(f"full {full.total.bytes / GIB:.1f}")
-
-
-def test_share_of_the_optimizer_moves_from_the_gpu_to_the_host(shape):
-    def found(share):
-        memory = learner_memory(shape("8B"), Megatron(offload_optimizer=share, tensor_parallel=2), 2, 4096)
-        parts = (memory.parts, memory.host)
-        return [sum(part.bytes for part in each if part.what == "optimizer") for each in parts]
-
-    (whole, none), (part, rest) = found(0.0), found(0.25)
-    assert (none, part, rest) == (0, 0.75 * whole, 0.25 * whole)
 
 
 def test_host_memory_of_a_rank_lists_what_it_keeps(shape):
@@ -285,29 +229,6 @@ def test_host_memory_of_a_rank_lists_what_it_keeps(shape):
     assert with_other[names[0]] == found("other reference")[names[0]] == 4 * count
 
 
-def test_adapters_copy_the_reference_only_where_it_is_another_folder(read, tmp_path):
-    def copied(*words):
-        words = ("policy.lora_rank=16", "policy.dtype=bfloat16", "learner.loss.kl_coefficient=0.1", *words)
-        parts = costs(read(*words)).host
-        return sum(part.bytes for part in parts if part.what == "reference, and policy meanwhile")
-
-    (tmp_path / "link").symlink_to(read().model)
-    shutil.copytree(read().model, tmp_path / "other", copy_function=os.link)  # its weights are large holes
-    assert copied() == copied(f"reference={tmp_path / 'link'}") == 0
-    half = 8_190_735_360 / 2  # tp = 2, one rank on each of two nodes; norms are on both
-    assert copied(f"reference={tmp_path / 'other'}") == pytest.approx(2 * 2 * half, rel=1e-3)
-
-
-def test_tensor_parallel_shares_weights_and_sequence_parallel_activations(shape):
-    def part(name, **settings):
-        memory = learner_memory(shape("8B"), Megatron(**settings), 1, 32768)
-        return next(part.bytes for part in memory.parts if part.what == name)
-
-    assert part("weights", tensor_parallel=4) == pytest.approx(part("weights") / 4, rel=0.001)
-    spread = part("activations", tensor_parallel=4, sequence_parallel=True)
-    assert part("activations") / 4 < spread < part("activations", tensor_parallel=4)
-
-
 def test_stages_share_layers_and_expert_parallel_ranks_share_experts(shape):
     def held(name, ranks, **settings):
         memory = learner_memory(shape(name), Megatron(**settings), ranks, 4096)
@@ -322,11 +243,6 @@ def test_stages_share_layers_and_expert_parallel_ranks_share_experts(shape):
     known, divided = shape("30B-A3B").parameters, held("30B-A3B", 8, expert_parallel=8)
     assert divided["weights"] == 2 * (known.total - known.experts * 7 / 8)
     assert divided["optimizer"] == held("30B-A3B", 8)["optimizer"] == 12 * known.total / 8
-
-
-def test_reference_takes_host_memory_and_none_of_the_gpu(shape):
-    weights = 2 * shape("8B").parameters.total
-    assert reference_memory(shape("8B"), Megatron()) == 2 * weights
 
 
 def test_cache_holds_as_many_tokens_as_its_bytes_say_and_at_least_a_head(shape, tmp_path):

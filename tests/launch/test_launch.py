@@ -7,19 +7,15 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import msgspec
 import pytest
 
-from hpc_swe.base.errors import ConfigError, DeadlineError, HpcSweError, StaleRun, StorageError
+from hpc_swe.base.errors import ConfigError, DeadlineError, StaleRun, StorageError
 from hpc_swe.base.records import RunManifest
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, stop_signs, submissions, supervision, tasks
 from hpc_swe.config import config as configuration
-from hpc_swe.config.settings import StopConfig
-from hpc_swe.launch import control, create, existing, plan, submit, watch
-from hpc_swe.launch.view import RunReader
+from hpc_swe.launch import control, create, existing, submit
 from tests.kit.checkout import ROOT
-from tests.kit.toy import make_repository
 from tests.kit.waiting import DEADLINE_S, until
 
 ROLES = ["coordinator", "inference", "learner", "rollout", "reward"]
@@ -181,28 +177,6 @@ def test_start_with_other_signs_takes_a_run_up_again_that_one_has_ended(tmp_path
     assert stop_signs.read(run).reason == ""
 
 
-def test_a_sign_by_bounds_that_a_living_learner_kept_is_cleared(tmp_path, read):
-    run, new = RunDir(tmp_path / "run"), read("stop.gap=0.1")
-    control.start(run, read("stop.gap=0.01"))
-    control.start(run, new)
-    for gap, stands in ((0.01, False), (0.1, True)):  # the bound of the learner that has found the sign
-        bounds = msgspec.to_builtins(StopConfig(gap=gap))
-        atomic.put(run.stop_signs, stop_signs.SignRecord(reason="gap/k3 was above", bounds=bounds))
-        run.finished.touch()
-        control.start(run, new)
-        assert (run.finished.exists(), bool(stop_signs.read(run).reason)) == (stands, stands)
-
-
-def test_killed_start_leaves_no_half_run_and_can_be_repeated(tmp_path, read):
-    run = RunDir(tmp_path / "run")
-    control.start(run, read())
-    run.config.unlink()  # what a start that died before its last write leaves
-    with pytest.raises(ConfigError, match="no run here"):
-        existing.load(run)
-    control.start(run, read())
-    assert existing.load(run) == read()
-
-
 def test_of_concurrent_starts_one_makes_the_run_and_others_are_refused(tmp_path, read):
     run = RunDir(tmp_path / "run")
 
@@ -227,34 +201,6 @@ def test_a_start_that_died_making_the_run_delays_the_next_one_only_a_while(tmp_p
     with create.making(run, timeout_s=0.3) as place:
         assert place
     assert list(run.root.iterdir()) == []
-
-
-def test_a_slow_start_taken_for_dead_leaves_the_run_of_another_whole(tmp_path, read):
-    run, config = RunDir(tmp_path / "run"), read()
-    run.root.mkdir()
-    nothing = plan.Taken({})
-
-    def start():
-        with create.making(run) as place:
-            yield
-            create.publish(run, place, config, nothing, "a" * 64)
-
-    slow = start()
-    next(slow)
-    with create.making(run, timeout_s=0.3) as place:
-        create.publish(run, place, config, nothing, "b" * 64)
-    before = {path: path.read_bytes() for path in run.code.rglob("*.py")}
-    with pytest.raises(StorageError, match="another start took this one for dead; start again"):
-        next(slow)
-    assert atomic.get(run.manifest, RunManifest).model_sha256 == "b" * 64
-    assert {path: path.read_bytes() for path in run.code.rglob("*.py")} == before != {}
-
-
-def test_what_another_start_took_away_replaces_nothing(tmp_path):
-    (tmp_path / "code").mkdir()
-    with pytest.raises(FileNotFoundError):
-        create.replace(tmp_path / "gone", tmp_path / "code")
-    assert (tmp_path / "code").is_dir()
 
 
 @pytest.mark.slow
@@ -292,23 +238,6 @@ def test_a_delta_as_the_model_is_refused_with_what_to_give_instead(tmp_path, rea
         control.start(RunDir(tmp_path / "run"), read(f"model={tmp_path}/v000005-i01"))
 
 
-def test_missing_model_is_one_error_that_names_key_and_folder(tmp_path, read):
-    with pytest.raises(ConfigError, match=r"model = '/nowhere/model': no such folder"):
-        control.start(RunDir(tmp_path / "run"), read("model=/nowhere/model"))
-
-
-def test_a_model_without_its_tokenizer_is_refused_before_any_job_needs_it(tmp_path, model, read):
-    (model / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match=r"model = '.*/model': no tokenizer.json there"):
-        control.start(RunDir(tmp_path / "run"), read())
-
-
-def test_machine_without_apptainer_is_one_error_with_the_way_out(tmp_path, read):
-    config = read('sandbox={type="apptainer", executable="no-such-apptainer"}')
-    with pytest.raises(ConfigError, match=r"no-such-apptainer.*install Apptainer.*process"):
-        control.start(RunDir(tmp_path / "run"), config)
-
-
 def test_misspelt_key_on_the_command_line_is_one_line_and_exit_code_2(tmp_path):
     done = command("start", "configs/demo.toml", "groups.grup_size=4", "--run", tmp_path / "run")
     assert done.returncode == 2
@@ -324,19 +253,6 @@ def test_folder_that_cannot_be_made_names_itself_and_the_option(tmp_path, read, 
         control.start(RunDir(tmp_path / "file" / "run"), read(f"mode={mode}"))
 
 
-@pytest.mark.parametrize("name", ["file", "file/run"])
-def test_a_file_where_a_run_is_looked_for_is_no_run(tmp_path, name):
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ConfigError, match=f"{name}: no run here"):
-        existing.load(RunDir(tmp_path / name))
-
-
-def test_an_evaluation_of_no_task_is_refused_before_there_is_a_folder(tmp_path, read):
-    with pytest.raises(ConfigError, match=r"tasks.eval = 0 \(--tasks\).*no held-out task"):
-        control.start(RunDir(tmp_path / "run"), read("mode=eval", "tasks.eval=0"))
-    assert not (tmp_path / "run").exists()
-
-
 def test_run_of_another_protocol_names_the_commit_that_reads_it(tmp_path, read):
     run = RunDir(tmp_path / "run")
     control.start(run, read())
@@ -346,36 +262,11 @@ def test_run_of_another_protocol_names_the_commit_that_reads_it(tmp_path, read):
         existing.load(run)
 
 
-def test_an_installation_notes_no_commit_of_the_repository_around_it(tmp_path, read):
-    make_repository(tmp_path / "lab")
-    run = RunDir(tmp_path / "lab/run")
-    control.start(run, read())
-    asked = "from hpc_swe.launch import create; print(create._commit())"
-    line = [sys.executable, "-P", "-c", asked]
-    environ = os.environ | {"PYTHONPATH": str(run.code)}
-    done = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert done.stdout == "unknown\n", done.stderr
-
-
 def test_a_run_can_be_started_on_a_machine_without_git(tmp_path, read, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     run = RunDir(tmp_path / "run")
     control.start(run, read())
     assert atomic.get(run.manifest, RunManifest).commit == "unknown"
-
-
-@pytest.mark.slow
-def test_tick_submits_the_difference_and_nothing_under_an_order(tmp_path, read):
-    run, config = RunDir(tmp_path / "run"), read("counts.reward=1")
-    try:
-        assert control.start(run, config).submit == {"reward": 1}
-        assert submit.tick(run, config).submit == {}
-        said = control.stop(run, config, now=True)
-        assert said == "cancelled 0 jobs that had not begun; 1 were told to exit, and 0 of them were ended"
-        assert control.alive(run, config) == []
-        assert submit.tick(run, config).submit == {}
-    finally:
-        control.stop(run, config, now=True)
 
 
 @pytest.mark.slow
@@ -437,42 +328,6 @@ def test_a_stop_on_a_full_disk_is_one_error_that_says_what_goes_on(tmp_path, rea
         assert atomic.names(run.control) == ["DRAIN"]
     finally:
         subprocess.run(["umount", "-l", small], check=True)
-
-
-@pytest.mark.slow
-def test_waiting_for_a_run_that_is_ordered_to_end_ends_with_it(tmp_path, read):
-    run, config = RunDir(tmp_path / "run"), read("counts.reward=1")
-    try:
-        control.start(run, config)
-        until(lambda: any(run.nodes.iterdir()))
-        control.stop(run, config, now=False)
-        with pytest.raises(HpcSweError, match="ordered to end"):
-            watch.watch(run, config, DEADLINE_S, stop_on="error")
-        assert not run.stop.exists()
-    finally:
-        control.stop(run, config, now=True)
-
-
-def test_jobs_of_a_misspelt_setup_are_given_up_with_what_they_said(tmp_path, read):
-    setup = "executor.setup=['sleep 2', 'modul load cuda']"  # a job that ends at once is refused by its start
-    run, config = RunDir(tmp_path / "run"), read("counts.reward=1", setup)
-    control.start(run, config)
-    with pytest.raises(
-        DeadlineError, match="reward: its last 3 submissions failed .no job reported its start"
-    ):
-        watch.watch(run, config, DEADLINE_S, stop_on="deadline")
-    assert any("'modul load cuda' fails" in line for line in RunReader(run, config).look().queue.failures)
-
-
-@pytest.mark.slow
-def test_script_for_a_role_by_hand_leaves_a_finished_run_alone(tmp_path, read):
-    run = RunDir(tmp_path / "run")
-    control.start(run, read())
-    run.finished.touch()
-    script = ["bash", "sbatch/role.sbatch", "reward", str(run.root)]
-    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert done.returncode == 0, done.stderr
-    assert not any(run.nodes.iterdir())
 
 
 @pytest.mark.slow

@@ -121,12 +121,6 @@ def test_failures_in_a_row(said, endings, count):
     assert len(failures(histories(said), endings, ())) == count
 
 
-def test_submission_of_which_a_job_lives_has_not_failed():
-    failed = histories([[started()]] * 3 + [[started(), started(code=0, seconds=-1)]])
-    assert len(failures(failed, {}, living={3})) == 0
-    assert [number for number, _, _ in failures(failed, {}, living={9})] == [2, 1, 0]
-
-
 def histories(said):
     submitted = Submitted(job="7", count=1, host="login", at=0.0)
     return [(number, submitted, jobs) for number, jobs in enumerate(said)]
@@ -410,14 +404,6 @@ def test_what_another_tick_submits_meanwhile_has_not_failed(run, config, is_open
 
     config.executor.queue = queue
     assert run_submit.tick(run, config).stuck == {}
-
-
-def test_a_void_submission_whose_jobs_ended_in_silence_has_not_failed(run, config):
-    for _ in range(3):
-        assert run_submit.tick(run, config).submit == {"rollout": 200}
-        config.executor.running.clear()
-    submissions.mark(run, "rollout", 3, submissions.VOID)
-    assert run_submit.tick(run, config).submit == {"rollout": 200}
 
 
 def test_after_a_rest_one_submission_is_tried_and_not_one_per_tick(run, config):

@@ -2,9 +2,7 @@
 
 import datetime
 import json
-import os
 import re
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -101,55 +99,6 @@ def test_a_row_trains_the_tokens_that_the_recorder_records(read, run):
     other = Message(role="system", content="Somebody else's prompt.")
     row = {"messages": chat_form([other, *messages[1:]])}
     assert taken(read(*words, rows=[row])) == [(ids, mask)]
-
-
-def test_rows_of_the_published_file_have_the_tokens_written_by_hand(read, tmp_path):
-    """HPC_SWE_SFT_ROWS names a parquet file of rows in chat form, one call a turn and without thoughts."""
-    path = Path(os.environ.get("HPC_SWE_SFT_ROWS", ".cache/swepdb/sft_test.parquet"))
-    if not path.exists():
-        pytest.skip(f"no real rows: HPC_SWE_SFT_ROWS or {path}")
-    pq.write_table(pq.read_table(path).slice(0, 3), tmp_path / "three.parquet")
-    words = [
-        f'sft.trajectories=["{tmp_path / "three.parquet"}"]',
-        "rollout.template_arguments.enable_thinking=false",
-    ]
-    words += [
-        f"{key}=200000" for key in ("rollout.context", "engine.max_model_len", "batches.microbatch_tokens")
-    ]
-    found = taken(read(*words))
-    expected = [_pieces(row) for row in pq.read_table(tmp_path / "three.parquet").to_pylist()]
-    assert len(found) == 3
-    for (ids, mask), pieces in zip(found, expected, strict=True):
-        ids_by_hand, mask_by_hand = tokens(tmp_path / "hermes", pieces)
-        assert ids == ids_by_hand
-        assert mask == mask_by_hand
-        assert sum(mask) == sum(len(tokens(tmp_path / "hermes", [p])[0]) for p in pieces if p[1])
-
-
-def _pieces(row):
-    """Write a row down as the toy template would, without it."""
-    system, user, *turns = row["messages"]
-    shown = "".join(f"{json.dumps(_present(tool), ensure_ascii=False)}\n" for tool in row["tools"])
-    close = 'Write <tool_call>\n{"name": ..., "arguments": ...}\n</tool_call><|im_end|>\n'
-    text = f"<|im_start|>system\n{system['content']}\n\n# Tools\n{shown}{close}"
-    opening = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"  # thinking is off
-    text += f"<|im_start|>user\n{user['content']}{opening}"
-    pieces = [(text, 0)]
-    for answer, result in zip(turns[::2], turns[1::2], strict=True):
-        (call,) = answer["tool_calls"]
-        name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
-        said = f"{answer['content']}\n" if answer["content"] else ""
-        body = f'{{"name": "{name}", "arguments": {json.dumps(arguments, ensure_ascii=False)}}}'
-        pieces.append((f"{said}<tool_call>\n{body}\n</tool_call><|im_end|>", 1))
-        seen = f"<tool_response>\n{result['content']}\n</tool_response>"
-        pieces.append((f"\n<|im_start|>user\n{seen}{opening}", 0))
-    return pieces[:-1]
-
-
-def _present(value):
-    if isinstance(value, dict):
-        return {key: _present(item) for key, item in value.items() if item is not None}
-    return [_present(item) for item in value] if isinstance(value, list) else value
 
 
 def test_thoughts_are_dropped_when_so_configured(read, tmp_path):

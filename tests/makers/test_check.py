@@ -16,7 +16,7 @@ import pytest
 
 from hpc_swe.agents.sandboxes.apptainer import Apptainer
 from hpc_swe.agents.sandboxes.process import Process
-from hpc_swe.base.errors import ConfigError, CorruptRecord, SandboxError, SchedulerError, StorageError
+from hpc_swe.base.errors import ConfigError, SchedulerError
 from hpc_swe.base.records import Score
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import tasks
@@ -32,7 +32,7 @@ from hpc_swe.tasks.graders.swebench import Swebench
 from hpc_swe.tasks.hidden_tests import HiddenEdit, Version
 from hpc_swe.tasks.sets.bugs import Bugs
 from hpc_swe.tasks.sets.programs import Programs
-from jobs.reward import graded, references
+from jobs.reward import graded
 from tests.kit.checkout import IMAGES, ROOT, environment
 from tests.kit.toy import BROKEN, RECIPES, UNITTESTS, gold, patch, row, taskset, write_rows
 
@@ -256,21 +256,6 @@ def test_a_run_refuses_an_image_that_was_built_again_since_its_check(tmp_path):
     assert RunDir(tmp_path / "run").tasks.exists()
 
 
-def test_only_what_tells_of_another_image_is_another(tmp_path):
-    sif, manifest = tmp_path / "one.sif", tmp_path / "one.json"
-    sif.write_bytes(b"abc")
-    then = task_checks.image_digest(tmp_path, "one")
-    os.utime(sif, (1, 1))  # as a copy from another file system has it
-    assert not task_checks.is_another(task_checks.image_digest(tmp_path, "one"), then)
-    sif.write_bytes(b"abcd")
-    assert task_checks.is_another(task_checks.image_digest(tmp_path, "one"), then)
-    manifest.write_text("{}")
-    assert not task_checks.is_another(task_checks.image_digest(tmp_path, "one"), then)
-    assert not task_checks.is_another(task_checks.image_digest(tmp_path, "one"), "")
-    assert not task_checks.is_another(task_checks.image_digest(tmp_path, "none"), then)
-    assert not task_checks.is_another(task_checks.image_digest(sif / "not a folder", "one"), then)
-
-
 def test_no_reference_is_where_a_rollout_worker_looks(tmp_path, caplog):
     """The agent is shown what its worker holds: the tasks of the run."""
     path = write_rows(tmp_path / "rows.jsonl", row("unittest", "b" * 40))
@@ -403,48 +388,6 @@ def test_a_task_that_breaks_the_grader_is_broken_the_others_are_checked(reposito
     verdicts = run(checker, [bad, good], references, tmp_path / "checked.jsonl", 1)
     assert [one.verdict for one in verdicts] == ["broken", "usable"]
     assert "parse_log_nobody" in verdicts[0].reason
-
-
-class HostFails(Swebench, frozen=True, kw_only=True):
-    """The host fails while changes of the tests are tried."""
-
-    def changed_tests(self, task, reference, sandboxes):
-        raise SandboxError("no sandbox was to be had")
-
-
-def test_a_check_that_could_not_try_changes_is_broken_and_not_usable(repository, sandboxes, tmp_path):
-    (one,) = taskset(write_rows(tmp_path / "rows.jsonl", row("unittest", repository[1]))).load("train")
-    verdict = Checker(HostFails(), sandboxes, 1).check(one, gold())
-    assert (verdict.verdict, verdict.reason) == ("broken", "no sandbox was to be had")
-
-
-@pytest.mark.parametrize("place", ["file/checked.jsonl", "folder"])
-def test_verdicts_that_cannot_be_written_are_refused_before_any_grading(tmp_path, place):
-    (tmp_path / "file").touch()
-    (tmp_path / "folder").mkdir()
-    unused = Checker(Swebench(), Process(), 1)
-    task = next(iter(Bugs(seed=3).load("eval")))
-    with pytest.raises(StorageError, match=r"must be a file that can be written") as caught:
-        run(unused, [task], {}, tmp_path / place, 1)
-    assert str(tmp_path / place) in str(caught.value)
-
-
-def test_a_worker_without_references_says_so_where_there_should_be_some(tmp_path, caplog):
-    made = RunDir(tmp_path)
-    demo = [ROOT / "configs/demo.toml"]
-    assert references(made, configuration.read(*demo)) == {}
-    assert [(one.levelname, str(made.references) in one.getMessage()) for one in caplog.records] == [
-        ("WARNING", True)
-    ]
-    caplog.clear()
-    assert references(made, configuration.read(*demo, overrides=["reward.sentinel_every=0"])) == {}
-    tasks.write_hidden(made.references, {})  # rows without references
-    assert references(made, configuration.read(*demo, overrides=['taskset={type="kodcode"}'])) == {}
-    made.references.unlink()
-    assert caplog.records == []
-    made.references.mkdir()
-    with pytest.raises(CorruptRecord, match=r"references.json: not a (file of hidden texts|regular file)"):
-        tasks.read_hidden(made.references)
 
 
 @pytest.mark.slow

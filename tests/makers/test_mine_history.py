@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,8 @@ from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.base.errors import ConfigError, SandboxError
 from hpc_swe.config import config as configuration
 from hpc_swe.makers import history
-from hpc_swe.makers.mine_history import Sifting, run, write
-from hpc_swe.makers.mining import Trial, TriedCommit, sort_tests
+from hpc_swe.makers.mine_history import Sifting, run
+from hpc_swe.makers.mining import Trial, sort_tests
 from hpc_swe.tasks import task_checks
 from hpc_swe.tasks.graders.swebench import Swebench
 from tests.kit.checkout import IMAGES, ROOT, environment
@@ -111,19 +110,6 @@ def test_patches_keep_the_line_ends_of_files(tmp_path):
     subprocess.run(["git", "apply"], cwd=tmp_path, input=one.patch.encode(), check=True)
 
 
-@pytest.mark.slow
-def test_a_commit_of_more_files_than_a_command_line_holds_is_read(tmp_path):
-    """Linux takes two million bytes of arguments."""
-    git(tmp_path, "init", "-q")
-    commit(tmp_path, "Begin the project", {"a.py": "one = 1\n"})
-    folder = "/".join(["a" * 250] * 4)
-    many = {f"{folder}/test_{number}.py": f"{number}\n" for number in range(2200)}
-    commit(tmp_path, "Add very many modules of tests", many | {"a.py": "one = 2\n"})
-    (one,), _ = sift(tmp_path)
-    assert one.modules == tuple(sorted(many))
-    subprocess.run(["git", "apply", "--check", "-R"], cwd=tmp_path, input=one.test_patch.encode(), check=True)
-
-
 P, F = {"t": "passed"}, {"t": "failed"}
 
 
@@ -180,28 +166,6 @@ def test_nothing_is_written_without_candidates_or_into_folders_of_others(past, t
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
     assert "has files that are not of this command; choose another --out" in refused.stderr
     assert [path.read_text() for path in tmp_path.iterdir()] == ["mine\n"]
-
-
-def test_the_flag_that_a_refused_image_names_exists_here_too(past, tmp_path):
-    done = mine(past[0], "--out", tmp_path / "out", "--dry-run", "--keep-leaks")
-    assert done.returncode == 0, done.stderr
-
-
-def test_rows_of_an_earlier_call_do_not_outlive_their_tasks(tmp_path):
-    for name in ("trials.jsonl", "rows.jsonl", "taskset.toml", "train.txt", "eval.txt"):
-        (tmp_path / name).write_text("earlier\n")
-    assert write(tmp_path, [TriedCommit(commit="a", verdict="flaky", settings="")], 1.0) == (0, 0)
-    assert [path.name for path in tmp_path.iterdir()] == ["trials.jsonl"]
-
-
-def test_a_tried_commit_that_makes_no_row_any_more_is_unfit(past):
-    """For example one whose patch an earlier release accepted."""
-    found, _ = sift(past[0], limit=1)
-    candidate = replace(found[0], test_patch="no patch")
-    trial = Trial("calc", "pytest", 60.0, 1, Swebench(), Process(), None)
-    earlier = TriedCommit(commit=candidate.commit.sha, verdict="task", settings="")
-    assert not trial.is_known(candidate, earlier)
-    assert trial.run(candidate).verdict == "unfit"
 
 
 class Crowded:

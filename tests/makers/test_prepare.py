@@ -110,15 +110,6 @@ def test_ids_select_and_order_and_what_they_leave_out_need_not_be_good(tmp_path)
     assert f"{rows}:2" in told, "it may be the row that is missing"
 
 
-@pytest.mark.parametrize("name", ["HumanEval/7", "HumanEval-7"])
-def test_a_program_is_chosen_by_the_id_of_its_row_or_of_its_task(tmp_path, name):
-    rows = write_rows(tmp_path / "rows.jsonl", *(one for one, _ in PUBLISHED.values()))
-    ids, out = tmp_path / "ids.txt", tmp_path / "out.parquet"
-    ids.write_text(f"{name}\n")
-    assert prepare(rows, out, "--ids", ids)[0] == 0
-    assert [task.task_id for task in Programs(train=str(out)).load("train")] == ["HumanEval-7"]
-
-
 def test_all_bad_rows_are_named_and_nothing_is_written_unless_asked_for(tmp_path):
     rows = tmp_path / "rows.jsonl"
     wrong = [
@@ -155,47 +146,6 @@ def test_a_source_that_is_not_there_is_one_error_with_its_remedy(tmp_path, name,
     code, told = prepare(place, tmp_path / "out.parquet", *words)
     assert (code, told.count("error:")) == (2, 1), told
     assert complaint in told
-
-
-@pytest.mark.parametrize("told", ["features:\n  - dtype: string", "splits:\n  - num_bytes: 3"])
-def test_a_dataset_whose_description_is_damaged_is_one_error(tmp_path, told):
-    place = source("as on a hub", tmp_path, ROWS)
-    (place / "README.md").write_text(f"---\ndataset_info:\n  {told}\n---\n")
-    code, said = prepare(place, tmp_path / "out.parquet")
-    assert (code, said.count(f"error: {place}: ")) == (2, 1), said
-
-
-def test_rows_without_an_id_are_named_and_a_byte_order_mark_is_ignored(tmp_path):
-    nameless = {name: value for name, value in ROWS[1].items() if name != "instance_id"}
-    rows, ids = tmp_path / "rows.jsonl", tmp_path / "ids.txt"
-    write_rows(rows, ROWS[0], nameless, nameless, nameless | {"instance_id": None}, ROWS[2])
-    rows.write_text(rows.read_text(), encoding="utf-8-sig")
-    out = tmp_path / "out.parquet"
-    code, told = prepare(rows, out)
-    assert (code, told.count("missing required field `instance_id`"), "twice" in told) == (2, 2, False), told
-    assert "rows.jsonl:4: Expected `str`, got `null` - at `$.instance_id`" in told
-    ids.write_text("toy__pytest-2\ntoy__unittest-1\n", encoding="utf-8-sig")
-    code, told = prepare(rows, out, "--ids", ids)
-    assert (code, "2 rows in" in told) == (0, True), told
-
-
-def test_a_column_of_two_types_is_one_error_that_names_it(tmp_path):
-    one, other = row("unittest", BASE), row("pytest", BASE, FAIL_TO_PASS=["a"])
-    code, told = prepare(write_rows(tmp_path / "rows.jsonl", one, other), tmp_path / "out.parquet")
-    assert (code, told.count("error: column FAIL_TO_PASS does not have one type in all rows")) == (2, 1), told
-
-
-def test_a_column_that_holds_nothing_is_left_out_and_named(tmp_path):
-    one, other = row("unittest", BASE, empty={}, inside=[{"a": {}}]), row("pytest", BASE, empty={})
-    code, told = prepare(write_rows(tmp_path / "rows.jsonl", one, other), tmp_path / "out.parquet")
-    assert code == 0, told
-    assert "column empty is left out" in told
-    assert {"empty", "inside"}.isdisjoint(pq.read_table(tmp_path / "out.parquet").column_names)
-
-
-def test_a_target_of_another_kind_is_refused(tmp_path):
-    code, told = prepare(write_rows(tmp_path / "rows.jsonl", *ROWS), tmp_path / "out.jsonl")
-    assert (code, "must end in .parquet" in told) == (2, True)
 
 
 def test_every_recipe_names_a_parser_of_swebench():

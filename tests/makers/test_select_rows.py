@@ -11,10 +11,8 @@ from hpc_swe.base.records import RunManifest
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, evals
 from hpc_swe.base.store.evals import Attempt
-from hpc_swe.makers.select_rows import Band, rows_with_id, selected
-from hpc_swe.tasks.sets.programs import Programs
+from hpc_swe.makers.select_rows import Band, selected
 from tests.kit.checkout import ROOT, environment
-from tests.kit.published import ROWS as PUBLISHED
 from tests.kit.waiting import DEADLINE_S
 
 OUTCOMES = {"never": [0, 0, 0, 0], "some": [1, 0, 0, 0], "most": [1, 1, 1, 0], "always": [1, 1, 1, 1]}
@@ -63,28 +61,6 @@ def test_rows_between_the_rates_are_kept_with_what_was_measured(evaluation, tmp_
     ]
     assert {row["measured_model"] for row in kept} == {"5e1f"}
     assert "not measured" in done.stdout
-
-
-def test_a_decoding_that_was_not_measured_is_named_with_those_that_were(evaluation, tmp_path):
-    done = select(evaluation, tmp_path / "rows.jsonl", "--out", tmp_path / "x.parquet", "--decoding=greedy")
-    assert done.returncode != 0
-    assert "no decoding 'greedy'; it has sampled" in done.stderr
-
-
-def test_rows_without_an_id_are_refused_with_their_place(evaluation, tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"name": "a"}\n')
-    done = select(evaluation, rows, "--out", tmp_path / "x.parquet")
-    assert done.returncode != 0
-    assert f"{rows}:1: the row has no task_id, nor the columns of a published set" in done.stderr
-
-
-def test_rows_of_published_sets_have_the_ids_of_their_tasks(tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row, _ in PUBLISHED.values()))
-    tasks = [task.task_id for task in Programs(train=str(rows)).load("train")]
-    assert [task_id for task_id, _ in rows_with_id(rows)] == tasks
-    assert "HumanEval-7" in tasks
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.base.errors import SandboxError
 from hpc_swe.base.records import Task
 from hpc_swe.tasks import _repository, patch
-from hpc_swe.tasks.graders.swebench import Swebench
-from tests.kit.toy import GONE, LATE, MENDED, Checkout, FailingCheckout, gold, make_repository, task
+from tests.kit.toy import GONE, LATE, MENDED, Checkout, FailingCheckout, make_repository, task
 
 
 @pytest.fixture
@@ -37,14 +36,6 @@ def laid(toy: Task, sandboxes: Checkout, text: str, *commands: str) -> list[str]
 def test_nothing_done_is_nothing_handed_in(toy, sandboxes):
     assert taken(toy, sandboxes, "true") == ""
     assert taken(toy, sandboxes, "touch calc/core.py; mkdir empty; chmod o-r calc/core.py") == ""
-
-
-def test_edits_are_the_reference_when_they_do_the_same(toy, sandboxes):
-    text = taken(toy, sandboxes, "sed -i 's/a - b/a + b/' calc/core.py")
-    assert [line for line in text.splitlines() if line[:1] in "+-"] == [
-        line for line in gold().splitlines() if line[:1] in "+-"
-    ]
-    assert Swebench().grade(toy, text, sandboxes).outcome == "resolved"
 
 
 def test_new_binary_linked_executable_and_deleted_files_are_handed_in(toy, sandboxes):

@@ -12,7 +12,6 @@ from hpc_swe.tasks.graders.pytest import Pytest
 from hpc_swe.tasks.graders.swebench import Swebench
 from hpc_swe.tasks.patch import apply, difference, take
 from hpc_swe.tasks.patch_text import normalised
-from hpc_swe.tasks.swebench_rows import TestPatch, parse
 from tests.kit.cheats.cheat_task import RIGHT, TASK, WRONG
 from tests.kit.toy import Checkout, git, gold, make_repository, new, row, taskset, write_rows
 
@@ -80,13 +79,6 @@ def test_a_row_whose_patches_lack_the_last_newline_is_read_and_graded(tmp_path):
     (one,) = taskset(write_rows(tmp_path / "rows.jsonl", row("pytest", base, **texts))).load("train")
     score = Swebench().grade(one, gold().rstrip("\n"), Checkout(repository=str(tmp_path / "calc")))
     assert score.outcome == "resolved", score
-
-
-def test_a_quoted_name_of_a_row_is_the_file_s_name():
-    quoted = "gr\\303\\266\\303\\237e.py"
-    texts = {"test_patch": f'{LETTERS}--- "a/{quoted}"\n+++ "b/{quoted}"\n@@ -1 +1 @@\n-a\n+b\n'}
-    one = parse("rows:1", json.dumps(row("pytest", "0", **texts)))
-    assert TestPatch.read("rows:1", one).changed == ["gr\u00f6\u00dfe.py"]
 
 
 @pytest.mark.slow

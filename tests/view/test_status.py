@@ -20,9 +20,8 @@ from hpc_swe.cluster.executors.base import Job
 from hpc_swe.cluster.executors.local import Local
 from hpc_swe.config import config as configuration
 from hpc_swe.launch import control
-from hpc_swe.launch.view import Queue, RunReader, RunView, duration
-from hpc_swe.roles.coordinator.maintenance import StepTimer
-from hpc_swe.view.status import LINES, render, spark
+from hpc_swe.launch.view import Queue, RunReader, RunView
+from hpc_swe.view.status import LINES, render
 from tests.kit.checkout import ROOT
 
 DESIRED = {"coordinator": 1, "learner": 1, "inference": 4, "rollout": 16, "reward": 4}
@@ -79,20 +78,6 @@ def rows(text):
 # what is shown
 
 
-def test_progress_and_time_left_are_told():
-    head = screen(view()).splitlines()[0]
-    assert head == "demo  step 12/48 [####............] 25%, 36 min left at 60 s a step"
-
-
-def test_queue_and_leases_stand_side_by_side_with_the_scheduler_s_reasons():
-    jobs = [Job("rollout", f"7_{n}", 1, "running") for n in range(13)]
-    jobs += [Job("rollout", f"7_{n}", 1, "waiting", "Priority") for n in (13, 14)]
-    jobs += [Job("rollout", "7_15", 1, "held", "JobHeldUser")]
-    text = screen(view(queue=Queue(jobs)), 100)
-    assert rows(text)["rollout"][1:6] == ["16", "13", "3", "16", "1"]
-    assert "2 Priority, 1 JobHeldUser (held)" in text
-
-
 def test_engines_are_counted_by_the_weights_they_serve():
     told = "newest weights v000012-i01; engines: 1 at v000011-i01 > v000012-i01, 2 at v000012-i01"
     assert told[:80] in screen(view())
@@ -100,16 +85,6 @@ def test_engines_are_counted_by_the_weights_they_serve():
     asleep = screen(view(engines=[engine(VERSION, sleeping=True)]))
     assert f"engines: 1 asleep at {VERSION.name}" in asleep
     assert "engines" not in screen(view(desired={"coordinator": 1, "learner": 1}))
-
-
-def test_spools_tell_how_long_their_oldest_message_lies():
-    found = rows(screen(view()))
-    assert found["requests"] == ["requests", "12", "30", "1", "2", "min"]
-    assert found["episodes"][-1] == "-"
-
-
-def test_orders_that_stand_are_shown_with_what_they_mean():
-    assert "order DRAIN: nothing new is started" in screen(view(orders=["DRAIN"]))
 
 
 def test_a_run_that_a_sign_has_ended_says_so_first():
@@ -143,10 +118,6 @@ def test_counts_of_a_run_that_was_stopped_are_not_told_as_those_of_now(changes, 
     assert ("no coordinator is running: everything below is 30 s old" in text) == is_told
 
 
-def test_run_without_steps_shows_no_bar():
-    assert screen(view(steps=0)).splitlines()[0].strip() == "demo"
-
-
 def test_brackets_in_errors_are_text_and_no_markup():
     text = screen(view(report=report(errors=["[sandbox] no apptainer [/bold] on PATH"])))
     assert "error: [sandbox] no apptainer [/bold] on PATH" in text
@@ -175,44 +146,6 @@ def test_everything_at_once_fits_forty_lines_of_ascii(width):
     assert sum(line.startswith("error") for line in text.splitlines()) <= LINES
 
 
-def test_narrow_screens_cut_the_reasons_and_keep_the_numbers():
-    jobs = [Job("rollout", "7_1", 1, "waiting", "ReqNodeNotAvail, UnavailableNodes:c1,c2,c3")]
-    assert rows(screen(view(queue=Queue(jobs))))["rollout"][1:6] == ["16", "0", "1", "16", "1"]
-
-
-@pytest.mark.parametrize(
-    ("values", "line"), [([], ""), ([1.0, 1.0], "--"), ([0.0, 0.5, 1.0], " =@"), ([2.0], "-")]
-)
-def test_spark_line(values, line):
-    assert spark(values) == line
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [
-        (3.2, "3 s"),
-        (89.4, "89 s"),
-        (90, "2 min"),
-        (5400, "1 h 30 min"),
-        (86400, "24 h 00 min"),
-        (2e5, "2.3 days"),
-    ],
-)
-def test_durations_are_said_as_people_do(seconds, said):
-    assert duration(seconds) == said
-
-
-def test_steps_are_timed_over_the_last_ones_and_anew_after_a_resumption():
-    timer = StepTimer()
-    for step, now in ((3, 0.0), (3, 5.0), (4, 10.0), (6, 30.0)):
-        timer.note(step, now)
-    assert timer.step_s == 10.0
-    timer.note(5, 40.0)
-    assert timer.step_s == 0.0
-    timer.note(6, 44.0)
-    assert timer.step_s == 4.0
-
-
 # where it comes from
 
 
@@ -221,13 +154,6 @@ class Mute(Local, frozen=True, kw_only=True):
 
     def queue(self, run):
         raise SchedulerError("squeue: Unable to contact slurm controller")
-
-
-class Busy(Local, frozen=True, kw_only=True):
-    """A scheduler in which the third submission waits."""
-
-    def queue(self, run):
-        return [Job("reward", "377", 3, "waiting", "Priority")]
 
 
 @pytest.fixture
@@ -278,11 +204,6 @@ def test_silence_of_the_scheduler_is_said_and_the_rest_is_shown(run, read):
     assert "step 12/48" in text
 
 
-def test_why_a_run_waits_is_shown_to_its_end_on_a_narrow_screen():
-    waits = "results of train-000000-00, train-000000-01, train-000000-02 ..; no engine serves"
-    assert "no engine serves" in screen(view(report=report(waits_for=waits)), 80).replace("\n", "")
-
-
 def test_failed_submissions_say_what_their_jobs_and_logs_said(run, read):
     publish(run)
     for number in (1, 2, 3):
@@ -310,14 +231,6 @@ def test_jobs_that_died_before_they_reported_show_what_their_log_says(run, read)
     assert "error: logs/reward/77_0.log: error: [executor] setup: 'modul' fails with exit code 127" in text
 
 
-def test_failures_before_a_submission_that_waits_are_no_error(run, read):
-    publish(run)
-    for number in (1, 2, 3):  # the last was put back into the queue after it failed
-        submitted(run, "reward", number, f"{number}77", 1)
-    assert RunReader(run, read(executor=f'executor={{type="{__name__}:Busy"}}')).look().queue.failures == []
-    assert len(RunReader(run, read()).look().queue.failures) == 1
-
-
 def test_finished_run_has_nobody_at_work_and_waits_for_nothing(run, read):
     publish(run)
     before = screen(RunReader(run, read()).look(), 120)
@@ -329,12 +242,6 @@ def test_finished_run_has_nobody_at_work_and_waits_for_nothing(run, read):
     assert "none serves" in after
     assert rows(after)["rollout"][1:4] == ["0", "0", "0"]
     assert "v000012-i01" in after, "what it came to stays"
-
-
-def test_submission_that_drained_is_no_failure(run, read):
-    publish(run)
-    submitted(run, "reward", 1, "77:1", 0)
-    assert RunReader(run, read()).look().queue.failures == []
 
 
 def test_watching_asks_the_scheduler_no_more_than_every_fifteen_seconds(run, read):

@@ -498,11 +498,6 @@ def test_a_tokenizer_that_makes_control_tokens_of_text_is_refused(tmp_path: Path
         TokenBuilder(folder)
 
 
-def test_missing_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
-        TokenBuilder(tmp_path)
-
-
 def test_messages_that_the_template_refuses_are_the_agents_fault(tmp_path: Path) -> None:
     source = "{%- if messages[0].content == '' %}{{ raise_exception('empty') }}{%- endif %}" + HERMES
     builder = TokenBuilder(make_model(tmp_path, source))

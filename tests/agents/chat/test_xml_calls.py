@@ -212,12 +212,6 @@ def test_a_value_is_not_ended_by_a_mark_that_is_quoted_in_it(builder):
     assert calls(read(builder, *said)) == [("view", {"path": inner, "line": 3})]
 
 
-def test_a_parameter_that_the_tool_does_not_have_is_the_tool_s_to_refuse(builder):
-    text = "<parameter=path>\nm.py\n</parameter>\n<parameter=wait>\nlong\n</parameter>"
-    said = f"<tool_call>\n<function=view>\n{text}\n</function>\n</tool_call>"
-    assert calls(read(builder, said)) == [("view", {"path": "m.py", "wait": "long"})]
-
-
 @pytest.mark.parametrize(
     "schema",
     [
@@ -300,12 +294,3 @@ def test_a_reply_of_twice_the_size_takes_twice_the_work(form, start, piece):
             places = {mark: [m.start() for m in re.finditer(mark, text)] for mark in MARKS[:2]}
             costs.append(work(form, text, places if are_tokens else {}))
         assert costs[1] < 2.5 * costs[0]
-
-
-def test_many_parameters_are_read_in_the_work_of_their_number():
-    costs = []
-    for number in (300, 600):
-        parameters = "".join(f"<parameter=p{n}>\n{n}\n</parameter>\n" for n in range(number))
-        text = f"<tool_call>\n<function=view>\n{parameters}</function>\n</tool_call>"
-        costs.append(work("qwen3_coder", text, {}))
-    assert costs[1] < 2.5 * costs[0]

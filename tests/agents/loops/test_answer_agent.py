@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from hpc_swe.agents.loops._answers import BadAnswer, Form, changes
 from hpc_swe.agents.loops.answer_agent import AnswerAgent
-from hpc_swe.agents.loops.base import ContextFull, Reply, Result
+from hpc_swe.agents.loops.base import Reply, Result
 from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.base.errors import ConfigError
-from hpc_swe.base.records import Task, TestPlan, ToolCall
+from hpc_swe.base.records import Task, TestPlan
 
 TEST = "from mod import f\n\ndef test_f():\n    assert f(2) == 4\n"
 TASK = Task(
@@ -105,12 +105,6 @@ def test_only_a_reply_that_its_length_cut_off_counts_as_truncated(truncated, sta
     assert result.exit_status == status
 
 
-def test_a_full_context_ends_the_episode_with_the_work_so_far():
-    result, text = solve(WRONG, ContextFull("full"), max_turns=2)
-    assert result.exit_status == "context"
-    assert "3 * x" in text
-
-
 def test_tests_that_end_the_sandbox_are_the_policys_own_failure():
     killer = "```python\nimport os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n```"
     result, _ = solve(killer, RIGHT, max_turns=2)
@@ -125,12 +119,6 @@ def test_a_reply_changes_no_tests_and_nothing_outside_the_program(path):
         AnswerAgent().solve(TASK, sandbox, Script(reply))
         assert sandbox.read("test.py").decode() == TEST
         assert {*sandbox.paths()} == {*TASK.files}
-
-
-def test_a_tool_call_is_no_answer():
-    result, text = solve(Reply("", [ToolCall(name="view", arguments="{}")]))
-    assert result.exit_status == "submitted"
-    assert text == TASK.files["mod.py"]
 
 
 def test_tasks_without_files_are_refused_before_a_run():

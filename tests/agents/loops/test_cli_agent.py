@@ -136,12 +136,6 @@ def test_a_misunderstood_side_call_keeps_the_work_of_a_hung_program() -> None:
     assert outcome(CliAgent(command="true"), hung, main) == (ExitStatus.AGENT_ERROR, "no such role")
 
 
-def test_engines_that_fail_end_the_program_at_once(tmp_path: Path) -> None:
-    made, _ = play(tmp_path, "ask break ask hang", timeout_s=300.0)
-    assert made.exit_status == ExitStatus.INFRA_ERROR
-    assert made.timing.total_s < 250
-
-
 @pytest.mark.slow
 def test_time_at_the_engines_is_not_the_programs(tmp_path: Path) -> None:
     agent_s = 10.0

@@ -13,8 +13,7 @@ from hpc_swe.agents.loops.base import ContextFull, Reply, Result
 from hpc_swe.agents.loops.tool_agent import ToolAgent
 from hpc_swe.agents.sandboxes.base import CommandResult
 from hpc_swe.agents.sandboxes.process import Process
-from hpc_swe.base.errors import ConfigError, EngineError, SandboxError
-from hpc_swe.base.loader import load
+from hpc_swe.base.errors import EngineError, SandboxError
 from hpc_swe.base.records import Message, Task, TestPlan, ToolCall
 from hpc_swe.tasks import patch
 from hpc_swe.tasks.patch import BadPatch, apply, difference, take
@@ -126,16 +125,6 @@ def test_a_call_ends_with_the_seconds_of_all_calls(asked: Reply):
     assert float(told[1]) <= 1.0, "that is what it was given"
 
 
-def test_a_policy_that_asks_for_tests_that_it_cannot_see_goes_on():
-    """The command of a repository's task is a script, and a policy that has the tool will try it."""
-    plan = TestPlan(command="#!/bin/bash\necho 'it\n", fail_to_pass=[], timeout_s=10.0)
-    task = msgspec.structs.replace(TASK, files={}, tests=plan)
-    with Process().open(task) as sandbox:
-        result = ToolAgent().solve(task, sandbox, Script(call("evaluate"), call("submit")))
-    assert result.exit_status == "submitted"
-    assert result.messages[3].content == "There are no visible tests."
-
-
 def test_errors_of_the_engine_and_the_host_pass_through():
     with pytest.raises(EngineError):
         solve(Script(EngineError("none")))
@@ -165,13 +154,6 @@ def test_long_answers_are_cut_and_schemas_shown_on_demand():
     head, note, tail = result.messages[5].content.split("\n")
     assert (len(head), note, len(tail)) == (25, "[... at least 452 characters cut ...]", 25)
     assert [tool["function"]["name"] for tool in json.loads(script.tools)][0] == "view"
-
-
-def test_tools_are_named_or_given_as_tables():
-    agent = load("agents", {"type": "tool_agent", "tools": ["submit", {"type": "view", "most_lines": 1}]})
-    assert agent.tools == ("submit", {"type": "view", "most_lines": 1})
-    with pytest.raises(ConfigError, match="has no type 'fly'"):
-        load("agents", {"type": "tool_agent", "tools": ["fly"]})
 
 
 LINE = st.sampled_from(

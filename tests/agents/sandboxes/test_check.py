@@ -1,9 +1,6 @@
 """A machine that cannot open sandboxes says so in one line, with the remedy."""
 
 import os
-import subprocess
-import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,8 +10,6 @@ from hpc_swe.agents.sandboxes.base import FAILURES_BEFORE_CHECK, WatchedSandboxe
 from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.base.errors import ConfigError, NodeError, SandboxError
 from hpc_swe.cluster.processes import descendants
-from tests.kit.checkout import environment
-from tests.kit.waiting import DEADLINE_S
 
 
 def test_no_apptainer(tmp_path: Path):
@@ -115,13 +110,6 @@ def test_a_broken_image_of_one_task_does_not_make_the_node_sick(tmp_path: Path, 
             pass
 
 
-def test_a_sandbox_that_opens_clears_the_count_its_own_errors_do_not_count(task):
-    well = WatchedSandboxes(Process())
-    for _ in range(2 * FAILURES_BEFORE_CHECK):
-        with pytest.raises(SandboxError), well.open(task):
-            raise SandboxError("in mid-episode")
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give files to somebody else")
 def test_an_unpacked_image_of_somebody_else_is_passed_over(tmp_path: Path):
@@ -131,29 +119,3 @@ def test_an_unpacked_image_of_somebody_else_is_passed_over(tmp_path: Path):
     assert sandboxes.image("i") == tmp_path / "i"
     os.chown(tmp_path / "i", 2001, 2001)
     assert sandboxes.image("i") == tmp_path / "i.sif"
-
-
-CHECK = """
-import sys
-from hpc_swe.agents.sandboxes.apptainer import Apptainer
-Apptainer(images=sys.argv[1], executable=sys.argv[2]).check()
-"""
-
-
-def test_a_full_tmpdir_does_not_hide_why_a_container_failed(tmp_path):
-    small, program = tmp_path / "small", tmp_path / "apptainer"
-    small.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", small]).returncode:
-        pytest.skip("needs the right to mount a small tmpfs")
-    program.write_text("#!/bin/sh\necho FATAL: no space for the overlay >&2\nexit 255\n")
-    program.chmod(0o755)
-    (tmp_path / "image.sif").touch(mode=0o644)
-    try:
-        with suppress(OSError):
-            (small / "ballast").write_bytes(bytes(1 << 20))
-        line = [sys.executable, "-c", CHECK, tmp_path, program]
-        env = environment() | {"TMPDIR": str(small)}
-        done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=DEADLINE_S)
-    finally:
-        subprocess.run(["umount", "-l", small], check=True)
-    assert "did not start: FATAL: no space for the overlay" in done.stderr

@@ -178,17 +178,6 @@ def test_without_the_nodes_disk_it_is_told_once_and_sandboxes_open(sif, task, ca
     ]
 
 
-@pytest.mark.parametrize("text", ["", None])
-def test_an_image_that_lost_its_size_is_unpacked_again_and_blocks_no_other(sif, disk, text, caplog):
-    with local(disk).unpacked(sif) as tree:
-        size = tree.with_name("bytes")
-    size.write_text(text) if text is not None else size.unlink()
-    with local(disk).unpacked(another(sif, "other.sif")) as tree:
-        assert (tree / "usr").is_dir()
-        assert kept(disk) == [tree.parent]
-    assert not caplog.records
-
-
 def test_a_thinned_image_starts_from_its_file_and_is_forgotten(sif, disk, task, caplog):
     sandboxes = Apptainer(images=str(sif.parent), local=str(disk), shared_container=False)
     mine = msgspec.structs.replace(task, image="small")
@@ -203,19 +192,3 @@ def test_a_thinned_image_starts_from_its_file_and_is_forgotten(sif, disk, task, 
     assert "it is removed" in caplog.text
     with sandboxes.open(mine):
         assert (tree / "usr").is_dir()
-
-
-def test_a_removal_that_hangs_is_given_up_and_told(disk, tmp_path, monkeypatch, caplog):
-    image = disk / f"hpc_swe-{os.geteuid()}/image"
-    (image / "tree").mkdir(parents=True)
-    image.parent.chmod(0o700)
-    program = tmp_path / "bin/chmod"
-    program.parent.mkdir()
-    program.write_text("#!/bin/sh\nexec sleep 60\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    _local._warned.clear()
-    hasty = LocalImages(str(disk), 50.0, 0.5, "apptainer")
-    hasty.forget(image / "tree")
-    assert kept(disk) == [image.with_name("image.part")], "the next process that unpacks removes it"
-    assert "timed out after 0.5 seconds; sandboxes start from .sif files" in caplog.text

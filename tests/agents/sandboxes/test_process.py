@@ -114,14 +114,6 @@ def test_a_command_is_started_again_when_the_interpreter_dies(task, tmp_path: Pa
         assert long.result(60).exit_code == 0
 
 
-def test_a_thread_leaves_the_interpreter_that_replaced_another_alone():
-    first = _interpreter._running()
-    assert _interpreter._close(first)
-    second = _interpreter._running()
-    assert not _interpreter._close(first)
-    assert _interpreter._running() is second
-
-
 def test_a_plugin_that_cannot_be_loaded_spares_those_after_it(tmp_path: Path):
     for name, text in (("broken", "raise OSError('no such library')"), ("useful", "")):
         (tmp_path / f"{name}_1.py").write_text(text)

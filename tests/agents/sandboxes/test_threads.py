@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy
 import pytest
 
-from hpc_swe.agents.sandboxes._program import thread_variables
 from hpc_swe.agents.sandboxes._session import Limits
 from hpc_swe.agents.sandboxes.apptainer import Apptainer
 from hpc_swe.agents.sandboxes.base import Sandboxes
@@ -51,9 +50,3 @@ def test_numpy_starts_as_many_threads_as_it_may(kind: str, threads: int, task: T
         assert sandbox.run("python3 count.py; nproc", 60).output == f"{started}\n{threads}\n"
         run = f"import subprocess\nsubprocess.run(['python3', '-I', '-c', {COUNT!r}])"
         assert sandbox.python(run, 60).output == f"{started}\n"
-
-
-def test_zero_leaves_what_the_image_says(kind: str, task: Task, request):
-    with made(kind, 0, request).open(task) as sandbox:
-        assert "_NUM_THREADS" not in sandbox.run("env", 60).output
-        assert not thread_variables(0)

@@ -52,21 +52,6 @@ def test_an_episode_s_whole_life_stays_within_the_budget(tmp_path):
     assert opens <= 3
 
 
-def test_a_listing_is_one_call_however_many_messages_wait(tmp_path):
-    def list_all(root) -> None:
-        assert len(Spool(root, type(request())).addresses("ready")) == 300
-
-    spool(tmp_path, messages=300)
-    assert calls(tmp_path, list_all) == {"os.listdir": 1}
-
-
-def test_one_listing_pays_for_many_claims(tmp_path):
-    spool(tmp_path, messages=64)
-    tally = calls(tmp_path, claim_and_finish)
-    assert tally["os.listdir"] == 1
-    assert tally["os.rename"] == tally["os.remove"] == tally["open"] == 64
-
-
 def test_a_beat_is_a_create_and_a_rename_and_does_not_wait_for_the_disk(tmp_path):
     node = Node(owner="w", role="rollout", beat=1, host="h", pid=1)
     tally = calls(tmp_path, lambda root: atomic.put(root / "w.json", node, durable=False))

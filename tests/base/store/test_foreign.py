@@ -5,7 +5,7 @@ import pytest
 from hpc_swe.base.errors import CorruptRecord
 from hpc_swe.base.records import Manifest, Node, Task, TestPlan
 from hpc_swe.base.store import atomic, folders, tasks
-from hpc_swe.base.store.spool import STATES, Address
+from hpc_swe.base.store.spool import STATES
 from tests.kit.store_samples import FILES, publish, request, shown, spool
 
 FOREIGN = (
@@ -60,11 +60,6 @@ def test_foreign_files_are_never_touched_and_stop_nobody(littered, tmp_path):
     assert {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def test_every_address_survives_its_name():
-    for address in (Address("train-000012-03", 0), Address("eval-1-2", 17, "rollout-9_1-0123abcd")):
-        assert Address.parse(address.claimed if address.owner else address.ready) == address
-
-
 @pytest.mark.parametrize(
     "data",
     [b"", b"\xc1", b"\x80", b'{"json": 1}', b"\x85\xa5split"],
@@ -76,21 +71,6 @@ def test_a_corrupt_message_is_buried_and_its_worker_goes_on(tmp_path, data):
     assert [claim.message.seed for claim in made.claims("w")] == [1]
     assert shown(tmp_path / "dead") == [f"{request(0).name}~0"]
     assert len(shown(tmp_path / "claimed")) == 1
-
-
-def test_a_folder_with_a_message_s_name_is_buried_too(tmp_path):
-    made = spool(tmp_path, messages=1)
-    (tmp_path / "ready" / "train-000000-99~0").mkdir()
-    assert [claim.message.seed for claim in made.claims("w")] == [0]
-    assert atomic.names(tmp_path / "dead") == ["train-000000-99~0"]
-
-
-def test_the_single_reader_buries_a_corrupt_message(tmp_path):
-    made = spool(tmp_path, messages=1)
-    (address,) = made.addresses("ready")
-    (tmp_path / "ready" / address.ready).write_bytes(b"\xc1")
-    assert made.read(address) is None
-    assert atomic.names(tmp_path / "dead") == [address.ready]
 
 
 @pytest.mark.parametrize("name", ["w.json", "w"])
@@ -134,13 +114,6 @@ def test_a_file_that_the_manifest_does_not_list_is_refused(tmp_path):
         CorruptRecord, match=r"v1/extra: not in .*it lists rank_0000\.msgpack, rank_0001\.msgpack"
     ):
         folders.read(tmp_path / "v1", "extra", folders.manifest(tmp_path / "v1", Manifest))
-
-
-def test_a_corrupt_manifest_names_itself(tmp_path):
-    publish(tmp_path / "v1")
-    (tmp_path / "v1" / folders.NAME).write_text('{"writer": ')
-    with pytest.raises(CorruptRecord, match=r"v1/MANIFEST\.json: not a Manifest"):
-        folders.manifest(tmp_path / "v1", Manifest)
 
 
 def test_no_flipped_bit_changes_the_tasks_of_a_run(tmp_path):
@@ -191,18 +164,3 @@ def test_everything_works_below_a_weird_path(weird_tmp_path):
     assert str(weird_tmp_path) in str(error.value)
     folders.remove(weird_tmp_path / "v1")
     assert shown(weird_tmp_path) == [f"requests/ready/{other.name}~0"]
-
-
-def test_names_of_200_characters_leave_room_for_temporaries_and_owners(tmp_path):
-    made, long = spool(tmp_path), "i" * 200
-    made.put(long, request())
-    assert next(made.claims("rollout-1234567_12-0123abcd"), None).finish()
-    publish(tmp_path / long)
-    folders.remove(tmp_path / long)
-    assert shown(tmp_path) == []
-
-
-def test_a_name_that_looks_like_json_is_read_as_it_was_written(tmp_path):
-    made = spool(tmp_path)
-    made.put("task.json", request())
-    assert next(made.claims("w"), None).message == request()

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from hpc_swe.base.errors import StorageError
-from hpc_swe.base.records import Node
 from hpc_swe.base.store import atomic, folders
 from tests.kit.crash import FORK, in_child
 from tests.kit.store_samples import publish, request, shown, spool
@@ -104,18 +103,6 @@ def test_what_a_parallel_file_system_answers_in_trouble_is_a_storage_error(code,
         atomic.storage(Path("/run/requests")),
     ):
         raise OSError(code, os.strerror(code))
-
-
-def test_a_mistake_of_ours_is_no_storage_error(tmp_path):
-    with pytest.raises(NotADirectoryError), atomic.storage(tmp_path):
-        raise NotADirectoryError
-    with pytest.raises(FileNotFoundError):
-        atomic.get(tmp_path / "none.json", Node)
-
-
-def test_a_true_io_error_while_reading_is_a_storage_error():
-    with pytest.raises(StorageError, match="/proc/self/mem: an I/O error"):
-        atomic.get(Path("/proc/self/mem"), Node)
 
 
 def put_as_an_ordinary_user(folder: Path, sender) -> None:

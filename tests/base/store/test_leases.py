@@ -71,13 +71,6 @@ def test_a_watcher_that_slept_for_a_day_wakes_up_to_a_living_world(watch):
     assert watch.dead() == set()
 
 
-def test_looking_often_is_looking_once_a_beat(watch):
-    watch.look(CREW)
-    for _ in range(100):
-        watch.look(after=0.1)
-    assert watch.dead() == set()
-
-
 @pytest.mark.parametrize("life_s", [7.0, BEAT - 1.0, BEAT, 2.5 * BEAT])
 def test_a_watcher_that_often_starts_anew_goes_on_counting(watch, life_s):
     """Neither sooner nor never: the living beat on, and what the dead leave is seen after their grace."""
@@ -139,13 +132,6 @@ def test_a_stall_that_does_not_end_is_death_after_the_patience(watch):
     assert watch.dead() == set(CREW)
 
 
-def test_the_death_of_a_few_is_no_stall(watch):
-    watch.look(CREW)
-    for _ in range(LIMIT):
-        watch.look(CREW[3:])
-    assert watch.dead() == set(CREW[:3])
-
-
 def test_a_cell_that_the_file_system_cannot_read_is_not_looked_at(watch):
     """/proc/self/mem at 0 answers with a true EIO."""
     watch.look(["a", "b"])
@@ -174,16 +160,6 @@ def test_an_owner_that_holds_a_claim_and_never_showed_a_cell_dies_too(watch):
         assert watch.dead(["ghost"]) == set()
         watch.look(owners=["ghost"])
     assert watch.dead(["ghost"]) == {"ghost"}
-
-
-def test_foreign_files_among_the_cells_are_nobody(watch):
-    watch.look(["a"])
-    for name in ("README", "a.json~", ".DS_Store", "a.json.bak"):
-        (watch.run.nodes / name).write_text("{}")
-    (watch.run.nodes / "folder").mkdir()
-    (watch.run.nodes / "folder.json").mkdir()
-    watch.look(["a"])
-    assert [node.owner for node in watch.watcher.live()] == ["a"]
 
 
 def test_a_claim_its_live_owner_does_not_name_is_abandoned_after_two_looks(watch):
@@ -260,15 +236,6 @@ def test_a_process_beats_while_it_works_and_takes_its_cell_with_it(run):
         assert (node.claims, node.slots) == (["x"], 8)
         assert node == msgspec.structs.replace(lease.node, beat=node.beat), "it beats on meanwhile"
     assert atomic.names(run.nodes) == []
-
-
-def test_a_note_is_not_written_before_the_next_beat_says_it(run):
-    with Lease(run, "rollout", "1", beat_s=600.0) as lease:
-        before = atomic.get(run.node(lease.owner), Node)
-        lease.update(claims=["x"])
-        assert atomic.get(run.node(lease.owner), Node) == before
-        lease.publish()  # as a beat does
-        assert atomic.get(run.node(lease.owner), Node).claims == ["x"]
 
 
 def test_a_holder_whose_beat_cannot_be_written_goes_on_and_beats_later(run, caplog):

@@ -133,14 +133,6 @@ def test_of_two_results_of_one_request_the_first_stays_without_temporaries(tmp_p
     assert next(made.claims("w"), None).message.attempt == 0
 
 
-def test_asking_again_replaces_the_request(tmp_path):
-    made = spool(tmp_path)
-    made.overwrite("a", request(attempt=0))
-    made.overwrite("a", request(attempt=1))
-    assert shown(tmp_path) == ["ready/a~0"]
-    assert next(made.claims("w"), None).message.attempt == 1
-
-
 def put_when_told(root, start, index) -> None:
     start.wait()
     spool(root).put("a", request(attempt=index))
@@ -171,13 +163,6 @@ def test_the_oldest_message_is_taken_though_new_ones_keep_coming(tmp_path):
             return
         made.put(request(index).name, request(index))
     pytest.fail("evaluation and the oldest groups starve behind newer ones")
-
-
-def test_one_listing_serves_as_many_claims_as_there_are_slots(tmp_path):
-    made = spool(tmp_path, messages=8)
-    claims = [claim for claim, _ in zip(made.claims("w"), range(5), strict=False)]
-    assert len({claim.name for claim in claims}) == 5
-    assert len(made.addresses("claimed")) in (5, 6)  # zip looks one ahead
 
 
 def test_the_single_reader_reads_in_order_and_drops_what_it_dealt_with(tmp_path):

@@ -1,42 +1,25 @@
 """A file system that refuses single calls, as one does that fails over or that caches what others replace."""
 
 import errno
-import threading
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import count
 
 import pytest
 
 from hpc_swe.base.errors import StorageError
-from hpc_swe.base.records import Node, RolloutRequest, ScoredEpisode
-from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store import atomic, tasks
-from hpc_swe.base.store.lease import Lease
+from hpc_swe.base.records import Node, RolloutRequest
+from hpc_swe.base.store import atomic
 from hpc_swe.base.store.spool import ALONE_S, PATIENCE_S, Spool
 from hpc_swe.roles.coordinator import archive
-from hpc_swe.roles.worker import Work, Worker
 from tests.kit.coordinator_kit import Clock, make_maintenance, rundir, training, work
 from tests.kit.crash import in_child, refuse
 from tests.kit.store_samples import request, shown, spool
-from tests.kit.waiting import until
 
 
 def read_while_it_is_replaced(cell, times) -> None:
     looks = count()
     refuse(cell.parent, lambda call, path: errno.ESTALE if call == "open" and next(looks) < times else 0)
     assert atomic.get(cell, RolloutRequest) == request(7)
-
-
-def read_hidden_texts_while_they_are_replaced(path) -> None:
-    looks = count()
-    refuse(path.parent, lambda call, _: errno.ESTALE if call == "open" and next(looks) < 3 else 0)
-    assert tasks.read_hidden(path) == {"a": "text"}
-
-
-def test_hidden_texts_that_are_replaced_while_they_are_read_are_read_again(tmp_path):
-    tasks.write_hidden(tmp_path / "hidden.json", {"a": "text"})
-    assert in_child(read_hidden_texts_while_they_are_replaced, tmp_path / "hidden.json") == 0
 
 
 def test_a_cell_that_another_node_replaces_while_it_is_read_is_read_again(tmp_path):
@@ -149,32 +132,6 @@ def test_an_archive_is_written_without_a_result_that_can_never_be_read(tmp_path)
     assert in_child(archive_what_cannot_be_read, tmp_path, "train-000000-00") == 0
 
 
-def collect_the_last_that_cannot_be_read(root) -> None:
-    run, clock = rundir(root), Clock()
-    maintenance, mode = make_maintenance(run, clock), training(run)
-    mode.iterate(maintenance.snapshot())
-    work(run)
-    bad = {address.identity for address in Spool(run.scored, ScoredEpisode).addresses("ready")[:2]}
-    held = [run.scored / "ready" / f"{name}~0" for name in bad]
-    for path in held:
-        path.rename(run.root / path.name)
-    mode.iterate(maintenance.snapshot())  # reads all others
-    for path in held:
-        (run.root / path.name).rename(path)
-    refuse(root, lambda call, path: errno.EIO if call == "open" and path in map(str, held) else 0)
-    dead = []
-    for part in range(1, 40):
-        clock.now = part * ALONE_S / 10 + 1.0
-        mode.iterate(maintenance.snapshot())
-        dead.append(len(atomic.names(run.scored / "dead")))
-    assert (dead[8], dead[15], dead[-1]) == (0, 1, 2), "a server that is away costs one now and then"
-
-
-def test_the_last_results_are_buried_one_by_one_if_they_cannot_be_read(tmp_path):
-    """Nobody has work then, and supervision would end the run."""
-    assert in_child(collect_the_last_that_cannot_be_read, tmp_path) == 0
-
-
 def wait_for_one_that_nobody_can_read(root, name) -> None:
     run, clock = rundir(root), Clock()
     maintenance = make_maintenance(run, clock)
@@ -218,41 +175,3 @@ def test_a_message_that_waits_long_for_a_worker_stays(tmp_path):
     for clock.now in (0.0, 2 * ALONE_S, 4 * ALONE_S):
         maintenance.clean_up(maintenance.snapshot())
     assert len(atomic.names(run.requests / "ready")) == 2
-
-
-@dataclass
-class Waiting(Work[RolloutRequest]):
-    message: RolloutRequest
-    go: threading.Event = field(default_factory=threading.Event)
-
-    def run(self) -> RolloutRequest:
-        self.go.wait()
-        return self.message
-
-
-def work_while_one_message_cannot_be_read(root) -> None:
-    run = RunDir(root)
-    refuse(root, lambda call, path: errno.EIO if call == "open" and "train-000000-01" in path else 0)
-    with Lease(run, "rollout", "1", 0.05) as lease:
-        work = Worker(
-            run,
-            lease,
-            Spool(run.requests, RolloutRequest),
-            Spool(run.episodes, RolloutRequest),
-            lambda claim: Waiting(claim.message),
-            slots=2,
-            poll_s=0.05,
-        )
-        thread = threading.Thread(target=work.work, daemon=True)
-        thread.start()
-        until(lambda: any("00~0~rollout" in name for name in atomic.names(run.requests / "claimed")))
-        until(lambda: atomic.get(run.node(lease.owner), Node).claims == ["train-000000-00"], "its cell")
-        seen = atomic.get(run.node(lease.owner), Node).worked_s
-        until(lambda: atomic.get(run.node(lease.owner), Node).worked_s > seen, "its clock")
-
-
-def test_a_worker_that_is_refused_one_message_shows_what_it_works_on(tmp_path):
-    """What a cell does not name counts as forgotten, and is given to somebody else."""
-    RunDir(tmp_path).make()
-    spool(tmp_path / "requests", messages=2)
-    assert in_child(work_while_one_message_cannot_be_read, tmp_path) == 0

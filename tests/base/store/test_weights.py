@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hpc_swe.base.errors import LostRace
 from hpc_swe.base.records import WeightManifest, WeightVersion
-from hpc_swe.base.store import atomic, folders, weights
+from hpc_swe.base.store import folders, weights
 
 VERSIONS = st.builds(WeightVersion, incarnation=st.integers(0, 120), step=st.integers(0, 2_000_000))
 
@@ -75,20 +75,6 @@ def test_the_newest_is_the_live_incarnation_s_though_its_step_be_lower(run):
     assert folders.manifest(run.weight(weights.newest(run)), WeightManifest).version.step == 11
 
 
-def test_foreign_and_unfinished_folders_are_no_versions(run):
-    publish(run, WeightVersion(incarnation=1, step=3))
-    for name in (
-        "README",
-        "v12-i1",
-        "v000099-i09.bak",
-        ".tmp-v000100-i01~abc",
-        ".trash-v000100-i01~abc",
-        "lost+found",
-    ):
-        (run.weights / name).mkdir()
-    assert [version.name for version in weights.published(run)] == ["v000003-i01"]
-
-
 @pytest.mark.parametrize(
     ("parents", "refused", "removed", "is_wanted"),
     [
@@ -111,9 +97,3 @@ def test_a_full_version_is_wanted_after_a_delta_was_refused(run, parents, refuse
     for step in removed:
         folders.remove(run.weight(WeightVersion(step=step)))
     assert weights.is_full_wanted(run) is is_wanted
-
-
-def test_a_full_version_that_an_older_engine_named_is_not_published_again(run):
-    publish(run, WeightVersion(step=3))
-    atomic.put(run.refused, WeightVersion(step=3))
-    assert not weights.is_full_wanted(run)

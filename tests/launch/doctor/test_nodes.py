@@ -166,29 +166,6 @@ def test_two_nodes_meet_and_measure_each_other(tmp_path):
     assert 0 < seen.visible_ms < 60_000
 
 
-LAGGING = """
-import os, sys, time
-from pathlib import Path
-from hpc_swe.launch.doctor import meeting
-
-fresh, shown = os.listdir, {}
-def stale(folder):
-    if time.monotonic() > shown.get("until", 0):
-        shown.update(names=fresh(folder), until=time.monotonic() + 0.4)
-    return shown["names"]
-os.listdir = stale
-meeting.attend(Path(sys.argv[1]), 1, 2, wait_s=180.0)
-"""
-
-
-@pytest.mark.slow
-def test_a_node_whose_listings_lag_shows_in_the_latency(tmp_path):
-    with subprocess.Popen([sys.executable, "-c", LAGGING, str(tmp_path)], cwd=ROOT):
-        (peer,) = meeting.attend(tmp_path, 0, 2, wait_s=180.0)
-    assert peer.unseen == ""
-    assert 150 < peer.visible_ms < 60_000
-
-
 def test_a_node_that_never_comes_is_given_up_at_the_deadline(tmp_path):
     (peer,) = meeting.attend(tmp_path, 0, 2, wait_s=0.2)
     assert peer.unseen.startswith("node 0 saw no hello-1-* in 0 s")
@@ -288,25 +265,6 @@ def test_builds_and_gpus_of_nodes_are_compared_with_the_configuration():
     assert found["GPU memory"].says.startswith("141.0 GiB each; a start compares gpu_gib")
 
 
-def test_a_slurm_configuration_tells_partitions_and_the_largest_array():
-    words = ['executor={type="slurm", partition="cpu", array_size=6}', "counts.rollout=9"]
-    words += ['executor.roles.learner={partition="gpu", gpus_per_node=4}', 'sandbox={type="process"}']
-    config = configuration.read(ROOT / "configs/demo.toml", overrides=words)
-    executor = configuration.dump(config)["executor"]
-    assert examine.wanted(executor) == [PartitionNeeds("cpu"), PartitionNeeds("gpu", gpus=4)]
-    assert examine.largest_array(config, executor) == 6
-
-
-def test_slots_are_compared_with_the_cores_of_a_worker():
-    def found(*words):
-        config = configuration.read(ROOT / "configs/demo.toml", ROOT / "configs/slurm.toml", overrides=words)
-        return [(each.check, each.verdict, each.remedy) for each in examine.cores(config)]
-
-    assert found() == [("cores", "ok", "")]
-    remedy = "give it 20 cores, or set rollout.slots lower"
-    assert found("rollout.slots=320") == [("cores", "warning", remedy)]
-
-
 def run(tmp_path, *words, **env):
     (tmp_path / "runs").mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "hpc_swe.doctor", "--shared", tmp_path / "runs", *words]
@@ -330,18 +288,6 @@ def test_a_shared_folder_that_does_not_exist_is_named_and_not_made(tmp_path):
     assert done.returncode == 2
     assert f"--shared = {tmp_path}/typo/x: no such folder" in done.stderr
     assert not (tmp_path / "typo").exists()
-
-
-def test_people_get_a_table_with_the_worst_last(tmp_path):
-    done = run(tmp_path / ("long" * 20), PYTHONIOENCODING="ascii", COLUMNS="60")
-    assert "1 fault" in done.stdout
-    assert done.stdout.index("hard link") < done.stdout.index("Slurm") < done.stdout.rindex("Apptainer")
-
-
-def test_a_configuration_that_does_not_load_is_a_mistake_of_its_writer(tmp_path):
-    done = run(tmp_path, "configs/demo.toml", "nonsense=1")
-    assert done.returncode == 2
-    assert "nonsense" in done.stderr
 
 
 def test_a_process_that_holds_sruns_output_does_not_hold_the_doctor(tmp_path, monkeypatch):

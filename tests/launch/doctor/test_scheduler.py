@@ -2,7 +2,6 @@
 
 import pytest
 
-from hpc_swe.cluster.gpus import in_gres
 from hpc_swe.launch.doctor import examine, scheduler
 from hpc_swe.launch.doctor.findings import PartitionNeeds
 
@@ -147,22 +146,6 @@ def test_gpus_are_asked_for_where_there_are_some(partition, gpus, verdict):
     finding = scheduler.gres(GOOD, PartitionNeeds(partition, gpus=gpus))
     assert finding.verdict == verdict
     assert (gpus == 1) == ("use partition gpu" in finding.remedy)
-
-
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("gpu:4", 4),
-        ("gpu:h100:4(S:0-1),shard:8", 4),
-        ("gpu:a100:2,gpu:h100:1", 3),
-        ("gpu:1g.10gb:7", 7),
-        ("lustre:1,gpu", 1),
-        ("(null)", 0),
-        ("nic:2", 0),
-    ],
-)
-def test_gpus_are_counted_in_a_gres(text, count):
-    assert in_gres(text) == count
 
 
 def test_the_default_partition_is_named_and_never_more_nodes_than_it_has():

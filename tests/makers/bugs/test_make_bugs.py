@@ -1,8 +1,6 @@
 """Tasks are made from code that works; their originals cannot be found, and only a repair is paid."""
 
-import fcntl
 import inspect
-import os
 import shutil
 import subprocess
 import sys
@@ -212,14 +210,6 @@ def test_what_was_tried_is_not_tried_again_and_other_options_are_refused(shapes,
 
 
 @pytest.mark.slow
-def test_two_commands_do_not_work_in_one_folder(shapes, out):
-    other = os.open(out[0], os.O_RDONLY)
-    fcntl.flock(other, fcntl.LOCK_EX)
-    assert f"{out[0]}: another command works there" in refusal(out[0], str(shapes), *OPTIONS)
-    os.close(other)
-
-
-@pytest.mark.slow
 def test_examples_of_docstrings_are_tests_and_hidden_ones_are_cut_out(shapes, tmp_path):
     """Another module of the package shows one of them, too."""
     shutil.copytree(shapes, tmp_path / "figures")
@@ -235,16 +225,6 @@ def test_examples_of_docstrings_are_tests_and_hidden_ones_are_cut_out(shapes, tm
         assert ">>> largest(1, 3, 2)" in task.files["figures/shapes.py"], (
             "no test of this task was made of it"
         )
-
-
-@pytest.mark.slow
-def test_one_file_that_is_not_python_is_named_and_the_others_become_tasks(shapes, tmp_path):
-    folder = shutil.copytree(shapes, tmp_path / "shapes")
-    (folder / "test_old.py").write_text("print 'a test of Python 2'\n")
-    printed = make(tmp_path / "bugs", str(folder), "--limit=1")
-    assert "files that were left out" in printed
-    assert f"left out: {folder}/test_old.py: it is no Python" in " ".join(printed.split())
-    assert len(made(tmp_path / "bugs")) == 1
 
 
 @pytest.mark.parametrize("option", ["--hidden=1", "--hidden=-0.1", "--per-function=0", "--limit=-1"])
@@ -268,21 +248,6 @@ def with_more_copies(images: Path, module: Path) -> Path:
     with zipfile.ZipFile(images / "many-pythons/srv/tools/library.zip", "w") as archive:
         archive.write(module, "colorsys.py")
     return images
-
-
-@pytest.mark.slow
-def test_a_module_of_one_s_own_is_removed_where_an_image_has_it(shapes, tmp_path):
-    if not (IMAGES / "python-pytest").exists():
-        pytest.skip("the task image is not built: containers/build_image.sh")
-    images = with_more_copies(tmp_path / "images", shapes / "shapes.py")
-    place = (
-        "--config",
-        str(ROOT / "configs/swepdb.toml"),
-        f"sandbox={{type='apptainer', images='{images}'}}",
-    )
-    make(tmp_path / "bugs", str(shapes), "--limit=1", "--image=many-pythons", *place)
-    (task,) = made(tmp_path / "bugs")
-    assert {"/srv/tools/site-packages/carried/_colours.py", "/srv/tools/library.zip"} <= {*task.absent}
 
 
 @pytest.mark.slow

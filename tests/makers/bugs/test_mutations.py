@@ -62,23 +62,6 @@ def test_each_kind_of_change_is_made_in_its_place(kind, old, new):
     assert made(f"{head}{old}\n")[f"{head}{new}\n"] == kind
 
 
-@pytest.mark.parametrize(
-    ("kind", "old", "new"),
-    [
-        ("stale default", "a=None", "a=[]"),
-        ("wrong default", "b=True", "b=False"),
-    ],
-)
-def test_defaults_go_stale(kind, old, new):
-    text = "def f(a=None, *, b=True):\n    if a is None:\n        a = []\n    return a, b\n"
-    assert made(text)[text.replace(old, new)] == kind
-
-
-def test_an_await_is_forgotten():
-    text = "async def f(a):\n    return await a\n"
-    assert made(text)[text.replace("await ", "")] == "missing await"
-
-
 TEXT = '''# Umlauts take two bytes: \xe4\xf6\xfc
 class A:
     """Class."""

@@ -6,7 +6,6 @@ import pytest
 
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.makers.bugs import _copies, docstrings
-from hpc_swe.makers.bugs.originals import removals
 from hpc_swe.makers.bugs.sources import Search
 
 CODE = "def double(x):\n    return x * 2\n"
@@ -142,16 +141,6 @@ def test_a_hidden_example_is_in_no_docstring_and_the_others_stay():
     assert "    >>> y = twice(2)\n    >>> y\n    4\n" in cut
     assert docstrings.tests_of(cut, "module")[1].keys() != pairs.keys()
     assert docstrings.without(EXAMPLES, ()) == EXAMPLES
-
-
-def test_a_copy_is_removed_with_what_was_compiled_from_it():
-    known = ("/usr/lib*/python3*/heapq.py",)
-    assert removals(known, ["/usr/lib64/python3.9/heapq.py"]) == []
-    assert removals(known, ["/opt/a/_heap.py", "/opt/lib.zip"]) == [
-        *("/opt/a/_heap.py", "/opt/a/_heap.pyc", "/opt/a/__pycache__/_heap.*", "/opt/lib.zip")
-    ]
-    with pytest.raises(ConfigError, match="choose another --image"):
-        removals(known, ["/opt/my files/heapq.py"])
 
 
 def test_lines_are_those_of_python_where_a_lone_carriage_return_ends_one():

@@ -3,21 +3,20 @@
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
 from hpc_swe.agents.sandboxes.apptainer import Apptainer
-from hpc_swe.base.errors import ConfigError, DeadlineError, HpcSweError, StorageError
+from hpc_swe.base.errors import ConfigError, DeadlineError
 from hpc_swe.makers.images.commands import remove
 from hpc_swe.makers.images.repository import foreign_objects, stage
 from hpc_swe.makers.images.sources import Built
 from hpc_swe.makers.images.store import ImageStore, Problem
 from hpc_swe.tasks.graders.swebench import Swebench
 from hpc_swe.tasks.patch import take
-from tests.kit.checkout import IMAGES, ROOT
+from tests.kit.checkout import IMAGES
 from tests.kit.crash import FORK, in_child
 from tests.kit.toy import git, gold, task
 
@@ -58,11 +57,6 @@ def test_whatever_could_tell_of_the_future_is_found(repository, tmp_path, leak):
     (folder / "extra").write_text("extra")
     git(folder, *leak)
     assert foreign_objects(folder, base) != []
-
-
-def test_a_commit_that_is_not_there_is_named(repository, tmp_path):
-    with pytest.raises(HpcSweError, match="0123456789"):
-        stage(repository[0], "0123456789" * 4, tmp_path / "testbed")
 
 
 def test_a_base_that_is_no_unpacked_image_is_refused(repository, tmp_path):
@@ -118,22 +112,6 @@ def test_two_builders_of_one_folder_do_not_meet_and_a_dead_one_is_swept(tmp_path
         assert mine.exists()
     with ImageStore(tmp_path, wait_s=0.3).locked():
         assert not mine.exists()
-
-
-@pytest.mark.parametrize("place", ["file", "file/images"])
-def test_a_place_for_images_that_is_no_folder_is_one_clear_error(tmp_path, place):
-    (tmp_path / "file").touch()
-    complaint = f"sandbox.images = '{tmp_path}/{place}'"
-    with pytest.raises(StorageError, match=complaint), ImageStore(tmp_path / place).locked():
-        pass
-
-
-def test_the_command_wants_swebench_tasks(tmp_path):
-    words = ["configs/demo.toml", f"--repository={tmp_path}", f"--requirements={tmp_path}"]
-    command = [sys.executable, "-m", "hpc_swe.build_images", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 2
-    assert "taskset.type = 'swebench'" in done.stderr
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpc_swe.agents.sandboxes.apptainer import Apptainer
-from hpc_swe.base.errors import ConfigError, HpcSweError, StorageError
+from hpc_swe.base.errors import ConfigError, HpcSweError
 from hpc_swe.makers.images.sources import Pulled
 from hpc_swe.makers.images.store import ImageManifest, ImageStore, Problem
 from hpc_swe.tasks.graders.swebench import Swebench
@@ -174,26 +174,6 @@ def test_an_image_that_shows_the_solution_or_opens_no_sandbox_is_refused(layer, 
     assert ImageStore(shelf.images, keep_leaks=True).build(source, Problem(toy, reference))
     manifest = json.loads((shelf.images / f"{toy.image}.json").read_bytes())
     assert manifest["leaks"] == ["usr/lib/python3/dist-packages/calc/core.py"], "people can ask for it"
-
-
-@slow
-def test_a_full_disk_is_one_error_and_leaves_nothing(layer, repository, tmp_path):
-    small = tmp_path / "images"
-    small.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=30m", "tmpfs", small], capture_output=True)
-    if made.returncode:
-        pytest.skip("needs the right to mount a small tmpfs")
-    try:
-        archives.oci_folder(layer, tmp_path / "made")
-        rows = [row(kind, repository[1]) for kind in ("unittest", "pytest")]
-        done = run(command(tmp_path, f"oci:{tmp_path}/made", *rows))
-        assert done.returncode == StorageError.exit_code
-        assert done.stderr.count("error:") == 1
-        assert "the disk is full" in done.stderr
-        assert "0 of 2 images exist; free some space and run the same command again" in done.stderr
-        assert {path.name for path in small.iterdir()} == {".builder"}
-    finally:
-        subprocess.run(["umount", small], check=True)
 
 
 def test_what_is_filled_in_and_what_is_not_there_is_said(repository, tmp_path):

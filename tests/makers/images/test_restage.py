@@ -62,12 +62,6 @@ def test_files_of_the_reference_become_the_base_s_and_so_do_rights(repository, t
     assert not (testbed / "latin.txt").exists()
 
 
-def test_without_changes_the_base_commit_is_all(repository, testbed, tmp_path):
-    git(testbed, "reset", "-q", "--hard", repository[1])
-    assert restage(testbed, repository[1], tmp_path, exact=()) == []
-    assert git(testbed, "rev-parse", "HEAD") == repository[1]
-
-
 def test_a_submodule_s_files_stay_without_its_history(tmp_path):
     folder = tmp_path / "testbed"
     (folder / "sub").mkdir(parents=True)

@@ -51,13 +51,6 @@ def names(run, spool="requests", state="ready"):
     return [a.identity for a in Spool(run.spool(spool), RolloutRequest).addresses(state)]
 
 
-def test_a_run_publishes_its_batches_and_ends(run):
-    mode = finish(run)
-    assert batches.published_steps(run) == list(range(STEPS))
-    assert names(run, "scored") == []
-    assert mode.step == STEPS
-
-
 def test_batches_hold_the_groups_with_signal_in_order(run):
     finish(run)
     trained, closed = [], []
@@ -159,41 +152,6 @@ def test_what_a_batch_holds_does_not_depend_on_who_is_quick(tmp_path):
     quick = with_late(rundir(tmp_path / "none"), ())
     assert with_late(rundir(tmp_path / "some"), (0,)) == quick
     assert with_late(rundir(tmp_path / "most"), (1, 2)) == quick
-
-
-def test_an_infrastructure_failure_is_asked_for_again(run):
-    maintenance, mode = make_maintenance(run), training(run)
-    mode.iterate(maintenance.snapshot())
-    work(run, judge=lambda name: None if name.endswith("-01") else 1.0)
-    mode.iterate(maintenance.snapshot())
-    again = {r.name: r for r in (claim.message for claim in Spool(run.requests, RolloutRequest).claims("w"))}
-    assert set(again) == {f"train-{g:06d}-01" for g in range(4)}
-    assert all(request.attempt == 1 for request in again.values())
-    assert not any(name.endswith("-01") for name in names(run, "scored"))
-
-
-def test_a_request_lost_without_trace_is_asked_for_again(run):
-    clock = Clock()
-    maintenance, mode = make_maintenance(run, clock), training(run)
-    mode.iterate(maintenance.snapshot())
-    (run.requests / "ready" / "train-000001-00~0").unlink()
-    for _ in range(3):
-        mode.iterate(maintenance.snapshot())
-        assert "train-000001-00" not in names(run)
-        clock.now += 1.0
-    mode.iterate(maintenance.snapshot())
-    assert "train-000001-00" in names(run)
-
-
-def test_a_buried_message_closes_its_member(run):
-    maintenance, mode = make_maintenance(run), training(run)
-    mode.iterate(maintenance.snapshot())
-    for index in (0, 1):
-        name = f"train-000000-0{index}~0"
-        (run.requests / "ready" / name).rename(run.requests / "dead" / name)
-    progress = mode.iterate(maintenance.snapshot())
-    assert "train-000001" in progress.waits_for  # group 0 is closed: too few members
-    assert names(run, state="dead") == ["train-000000-00", "train-000000-01"]
 
 
 def show_worker(run, beat, **worked_s) -> None:
@@ -301,26 +259,6 @@ def test_every_curve_that_is_written_is_documented(run):
     assert [name for name in sorted(names_seen) if not meaning(name)] == []
 
 
-def test_two_coordinators_ask_for_the_same_and_the_loser_of_a_batch_leaves(run):
-    first, second = training(run, owner="a"), training(run, owner="b")
-    one, other = make_maintenance(run), make_maintenance(run)
-    first.iterate(one.snapshot())
-    before = {
-        name: (run.requests / "ready" / name).read_bytes() for name in atomic.names(run.requests / "ready")
-    }
-    second.iterate(other.snapshot())
-    after = {
-        name: (run.requests / "ready" / name).read_bytes() for name in atomic.names(run.requests / "ready")
-    }
-    assert before == after
-    while not batches.published_steps(run):
-        second.iterate(other.snapshot())
-        work(run)
-        first.iterate(one.snapshot())
-    with pytest.raises(LostRace):
-        second.iterate(other.snapshot())
-
-
 def test_two_coordinators_that_hold_the_same_results_publish_one_batch(run):
     first, second = training(run, owner="a"), training(run, owner="b")
     maintenance = make_maintenance(run)
@@ -359,37 +297,7 @@ def test_requests_of_consumed_groups_are_withdrawn(run):
     assert names(run) == ["foreign"]
 
 
-def test_what_is_not_ours_is_left_alone(run):
-    finish(run)
-    foreign = [run.scored / "ready" / name for name in ("notes~0", "train-000000~0", "train-000000-00.bak")]
-    for path in foreign:
-        path.write_text("a person's")
-    training(run).iterate(make_maintenance(run).snapshot())
-    assert all(path.exists() for path in foreign)
-
-
 def test_without_space_nothing_is_dispatched(run):
     maintenance = make_maintenance(run, retention=RetentionConfig(free_space_floor_gb=1e9))
     training(run).iterate(maintenance.snapshot())
     assert names(run) == []
-
-
-def test_the_status_says_that_every_engine_refuses_new_weights(run):
-    why = "refused v000001-i00, serving v000000-i00: no head"
-    shown = {"state": "ready", "url": "http://e", "refusals": 2, "trouble": why}
-    known = {"owner": "inference-1-0000beef", "role": "inference", "host": "h", "pid": 1}
-    atomic.put(run.node(known["owner"]), Node(**known, **shown, beat=1))
-    waits_for = training(run).iterate(make_maintenance(run).snapshot()).waits_for
-    assert waits_for == f"v000000-i00: every engine refuses new weights, 2 times in a row: {why}"
-
-
-def test_group_numbers_go_on_after_a_restart(run):
-    maintenance, mode = make_maintenance(run), training(run)
-    while not batches.published_steps(run):
-        mode.iterate(maintenance.snapshot())
-        work(run)
-    state = mode.state
-    fresh = training(run)
-    assert (fresh.step, fresh.state) == (1, state)
-    assert state.next_group == folders.manifest(run.batch(0), BatchManifest).groups[-1] + 1
-    assert LIMITS.groups_per_step == len(folders.manifest(run.batch(0), BatchManifest).groups)

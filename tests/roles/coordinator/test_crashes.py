@@ -23,7 +23,6 @@ from tests.kit.coordinator_kit import (
     Clock,
     export,
     finish,
-    learn,
     make_maintenance,
     published,
     requests_of,
@@ -188,16 +187,6 @@ def test_a_disk_full_anywhere_in_an_iteration_loses_nothing(tmp_path, template, 
         assert not [path for path in run.root.rglob(".*") if path.is_dir()]
         shutil.rmtree(root)
     assert number > 20
-
-
-def test_a_coordinator_restarted_at_every_round_gives_the_same_batches(tmp_path, undisturbed):
-    run = rundir(tmp_path)
-    for _ in range(60):
-        if not training(run, steps=DEEP).iterate(make_maintenance(run).snapshot()).waits_for:
-            break
-        work(run)
-        learn(run, DEEP)
-    assert published(run) == undisturbed
 
 
 def test_a_death_anywhere_in_asking_again_loses_no_attempt(tmp_path, template):

@@ -53,12 +53,6 @@ def closed(plan, number, solved):
     return Group(("train", number), members)
 
 
-def test_a_second_coordinator_plans_the_same_requests():
-    one, two = planned(), planned()
-    assert [one.requests(g) for g in range(30)] == [two.requests(g) for g in range(30)]
-    assert [task(one, g) for g in range(30)] != list(islice(visits(4, [SEVEN]), 30))
-
-
 def test_every_pass_takes_every_task_once_in_its_own_order():
     plan = planned()
     passes = [[task(plan, 7 * epoch + i) for i in range(7)] for epoch in range(3)]
@@ -72,12 +66,6 @@ def test_visits_of_the_parts_follow_their_weights_at_any_time(weights, number):
     counts = Counter(task.partition("-")[0] for task in islice(visits(0, sources), number))
     for source in sources:
         assert abs(counts[source.name] - number * source.weight / sum(weights)) < len(sources)
-
-
-def test_each_part_of_a_mixture_takes_its_own_tasks_in_passes():
-    hard = [task for task in islice(visits(0, TWO), 40) if task in TWO[1].tasks]
-    assert len(hard) == 10
-    assert all(set(hard[i : i + 2]) == set(TWO[1].tasks) for i in range(0, 10, 2))
 
 
 def test_a_settled_task_is_passed_over_and_then_visited_again():
@@ -109,11 +97,6 @@ def test_a_task_that_gives_signal_again_is_settled_no_longer():
     history = plan.consume([closed(plan, 1, (0, 1))], 2)
     assert not plan.is_settled("a")
     assert (history.tasks["a"].groups, history.tasks["a"].episodes, history.tasks["a"].resolved) == (2, 4, 1)
-
-
-def test_a_group_without_results_says_nothing_about_its_task():
-    plan = planned(REST)
-    assert plan.consume([Group(("train", 0), [])], 1).tasks == {}
 
 
 @given(st.integers(0, 999), st.integers(0, 3), st.integers(1, 3))
@@ -171,16 +154,6 @@ def test_weights_add_up_to_visits_and_so_does_what_is_learned(awaited):
         assert groups < 0.6, name
 
 
-def test_without_weights_a_settled_task_counts_for_its_share_of_groups():
-    found = simulated(reweight=False, awaited=3)
-    assert found["never"][0] == pytest.approx(1 / (1 + 3), abs=0.01)
-    for name, (groups, weights, signal) in found.items():
-        both = 2 * CHANCES[name] * (1 - CHANCES[name])
-        assert weights == groups
-        assert signal / groups == pytest.approx(both, abs=0.05), "only how often a task is sampled is biased"
-    assert found["never"][0] < found["rare"][0] < found["even"][0] < 1
-
-
 def test_one_episode_does_not_settle_its_task():
     plan = planned(REST, [WeightedTasks("", ("a",))])
     one = closed(plan, 0, (0, 0))
@@ -214,15 +187,6 @@ def test_a_coordinator_restarted_at_every_round_publishes_the_same_mixture(tmp_p
     history = task_history.read(run, last.step, last.after.next_group)
     assert sum(known.groups for known in history.tasks.values()) == last.after.next_group
     assert history.visits > last.after.next_group, "some visits were passed over"
-
-
-def test_curves_of_the_parts_agree_with_their_weights(tmp_path, options):
-    finish(run := rundir(tmp_path), **options | {"curriculum": CurriculumConfig()})
-    stats = [manifest(run, step).stats for step in range(6)]
-    groups = {part: sum(each[f"taskset/groups/{part}"] for each in stats) for part in ("even", "odd")}
-    assert sum(groups.values()) == manifest(run, 5).after.next_group
-    assert abs(groups["even"] - 2 * groups["odd"]) <= 2
-    assert any(0 < each["taskset/solve/even"] < 1 for each in stats)
 
 
 def test_a_result_for_another_task_than_planned_is_not_taken(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpc_swe.base.records import BatchManifest, ScoredEpisode, WeightManifest, WeightVersion
+from hpc_swe.base.records import BatchManifest, ScoredEpisode, WeightVersion
 from hpc_swe.base.rundir import SPOOLS, RunDir
 from hpc_swe.base.store import atomic, checkpoints, folders, orders, submissions, weights
 from hpc_swe.base.store.spool import STATES, Spool
@@ -26,7 +26,6 @@ from tests.kit.coordinator_kit import (
     requests_of,
     result,
     rundir,
-    save,
     training,
 )
 
@@ -217,14 +216,3 @@ def test_what_is_in_the_way_of_a_batch_is_kept_aside(tmp_path):
     (aside,) = [path for path in run.batches.iterdir() if ".broken-" in path.name]
     assert aside.read_bytes() == b"mine"
     assert folders.manifest(run.batch(0), BatchManifest).step == 0
-
-
-def test_a_manifest_of_another_version_makes_no_version(tmp_path):
-    run = rundir(tmp_path)
-    export(run, WeightVersion(step=1))
-    save(run, 1)
-    shutil.copytree(run.weight(WeightVersion(step=1)), run.weight(WeightVersion(step=900, incarnation=7)))
-    shutil.copytree(run.checkpoint(1, 0), run.checkpoint(900, 7))
-    assert weights.newest(run) == WeightVersion(step=1)
-    assert checkpoints.published(run) == [(1, 0)]
-    assert folders.manifest(run.weight(WeightVersion(step=1)), WeightManifest).version.step == 1

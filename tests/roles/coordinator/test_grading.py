@@ -4,8 +4,6 @@ import msgspec
 
 from hpc_swe.base.records import RolloutRequest, ScoredEpisode
 from hpc_swe.base.store.spool import Spool
-from hpc_swe.roles.coordinator.batching.batch_metrics import of_collected, turns_bin
-from hpc_swe.tasks.graders.base import DISAGREES, SILENT
 from tests.kit.coordinator_kit import make_maintenance, result, training
 
 
@@ -44,25 +42,6 @@ def test_a_misjudged_self_check_is_a_curve_and_stays_on_the_screen(run):
     assert progress.errors == ["self-check: the reference of t is unresolved"]
 
 
-def test_results_that_broke_their_grader_or_differ_on_repeat_are_curves(run):
-    maintenance = make_maintenance(run)
-    mode = training(run)
-    mode.iterate(maintenance.snapshot())
-    details = [
-        "the grader broke: KeyError: 'x'",
-        f"{DISAGREES}: t",
-        f"{DISAGREES}: t",
-        f"{SILENT}: timed out",
-    ]
-    answer(run, lambda request: float(request.index % 2), details=details)
-    progress = mode.iterate(maintenance.snapshot())
-    (share,) = progress.recent["grader/broke"]
-    assert 0 < share < 1
-    assert progress.recent["grader/disagrees"] == [2 * share]
-    assert progress.recent["grader/silent"] == [share]
-    assert [error for error in progress.errors if error.endswith("the grader broke: KeyError: 'x'")]
-
-
 def test_infrastructure_failures_are_told_by_task_and_by_turn(run):
     maintenance = make_maintenance(run)
     mode = training(run)
@@ -77,20 +56,3 @@ def test_infrastructure_failures_are_told_by_task_and_by_turn(run):
     assert 0 < progress.recent["infra/turns_1"][0] < 1
     assert "infra/turns_4" not in progress.recent, "nobody came that far"
     assert "grader/self_check_errors" not in progress.recent, "of no self-check, no share"
-
-
-def test_ranges_of_turns_have_no_gap():
-    assert [turns_bin(turns) for turns in (0, 1, 3, 4, 15, 16, 63, 64, 500)] == [
-        0,
-        1,
-        1,
-        4,
-        4,
-        16,
-        16,
-        64,
-        64,
-    ]
-    assert of_collected(
-        {"grader/self_checks": 0, "grader/results": 0} | {f"read/turns_{n}": 0 for n in (0, 1, 4, 16, 64)}
-    ) == {"grader/self_checks": 0.0}

@@ -5,13 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_swe.base.metrics import meaning
 from hpc_swe.base.records import CoordinatorState, ExitStatus, Sampling, Score, ScoredEpisode
 from hpc_swe.base.store.spool import Address
 from hpc_swe.config.settings import BatchesConfig, GroupsConfig
 from hpc_swe.models.advantages.grpo import Grpo
-from hpc_swe.models.advantages.shuffled import Shuffled
-from hpc_swe.roles.coordinator.batching.batch_metrics import of_batch
 from hpc_swe.roles.coordinator.batching.batches import (
     BatchSettings,
     GroupDecision,
@@ -50,25 +47,12 @@ def group(*results, number=0):
 # the ledger
 
 
-def test_a_group_closes_with_its_last_member_in_any_order():
-    ledger = new_ledger()
-    for index in (2, 0, 1):
-        assert ledger.groups[KEY].is_open
-        assert take(ledger, scored(index=index)) == "keep"
-    assert not ledger.groups[KEY].is_open
-    assert [s.episode.request.index for s in ledger.groups[KEY].results] == [0, 1, 2]
-
-
 def test_the_first_result_wins_and_the_rest_are_duplicates():
     ledger = new_ledger()
     take(ledger, scored(1.0))
     assert take(ledger, scored(0.0)) == "drop"
     assert ledger.groups[KEY].results[0].score.reward == 1.0
     assert ledger.counts["episodes/duplicates"] == 1
-
-
-def test_a_result_of_a_group_that_is_not_expected_is_a_duplicate():
-    assert take(new_ledger(), scored(group=7)) == "drop"
 
 
 def test_an_infrastructure_failure_is_asked_for_again_and_at_last_given_up():
@@ -84,17 +68,17 @@ def test_an_infrastructure_failure_is_asked_for_again_and_at_last_given_up():
     assert ledger.counts["episodes/infra"] == 3
 
 
-def test_the_count_of_attempts_survives_a_restart_in_the_record():
-    ledger = new_ledger(attempts=3)  # a new coordinator: it believes in attempt 0
-    assert take(ledger, scored(None, attempt=1)) == "retry"
-    assert ledger.groups[KEY].members[0].request.attempt == 2
-
-
 def test_a_late_failure_of_an_attempt_made_again_costs_no_attempt():
     ledger = new_ledger()
     take(ledger, scored(None, attempt=0))
     assert take(ledger, scored(None, attempt=0)) == "drop"
     assert ledger.groups[KEY].members[0].request.attempt == 1
+
+
+def test_the_count_of_attempts_survives_a_restart_in_the_record():
+    ledger = new_ledger(attempts=3)  # a new coordinator: it believes in attempt 0
+    assert take(ledger, scored(None, attempt=1)) == "retry"
+    assert ledger.groups[KEY].members[0].request.attempt == 2
 
 
 def test_a_result_after_the_last_failure_still_counts():
@@ -109,15 +93,6 @@ def test_tokens_that_cannot_be_trusted_are_an_infrastructure_failure():
     one = msgspec.structs.replace(broken.episode.turns[0], spans=[])
     broken = msgspec.structs.replace(broken, episode=msgspec.structs.replace(broken.episode, turns=[one]))
     assert take(new_ledger(), broken) == "retry"
-
-
-def test_a_member_among_the_dead_is_closed_without_reward():
-    ledger = new_ledger()
-    take(ledger, scored(index=0))
-    take(ledger, scored(index=1))
-    ledger.close_dead({"train-000000-02", "train-000009-00", "foreign"})
-    assert not ledger.groups[KEY].is_open
-    assert len(ledger.groups[KEY].results) == 2
 
 
 def test_a_member_found_nowhere_for_long_is_asked_for_again():
@@ -154,11 +129,6 @@ def test_a_group_is_closed_by_the_clocks_of_all_its_open_members(worked_s, is_op
         assert ledger.find_lost(set(), 1e9, 0.0) == []  # no longer asked for
 
 
-@pytest.mark.parametrize("name", ["x", "train-1-00", "train-000001-00.a0", "train-000001", "other-000001-00"])
-def test_foreign_names_are_nobodys(name):
-    assert parse_name(name) is None
-
-
 def test_names_of_large_runs_are_found_again():
     request = msgspec.structs.replace(PLAN.group(0, "t")[0], split="eval", group_id=12_345_678, index=123)
     assert parse_name(request.name) == (("eval", 12_345_678), 123)
@@ -169,10 +139,6 @@ def test_names_of_large_runs_are_found_again():
 
 def truncated(reward, index):
     return scored(reward, index=index, status=ExitStatus.CONTEXT)
-
-
-def test_equal_rewards_are_no_signal():
-    assert decide(group(*(scored(1.0, index=i) for i in range(3))), 0, batch_settings()).status == "no_signal"
 
 
 def test_a_group_needs_two_members():
@@ -245,21 +211,6 @@ def test_one_old_turn_among_new_ones_drops_the_group():
     assert (decision.status, [c.stale for c in decision.episodes]) == ("trained", [1, 0])
 
 
-def test_groups_without_signal_are_trained_when_resampling_is_off():
-    members = group(scored(0.0), scored(0.0, index=1))
-    decision = decide(members, 0, batch_settings(groups={"resample": False}))
-    assert decision.status == "trained"
-    assert [c.advantage for c in decision.episodes] == [0.0, 0.0]
-    made = plan_batch(lambda _: decision, CoordinatorState(), 0, 1)
-    assert of_batch([members], made)["groups/signal_rate"] == 0.0
-
-
-def test_the_control_is_dealt_anew_for_every_group():
-    control = batch_settings(Shuffled(seed=1))
-    dealt = [decide(group(scored(1.0), scored(0.0, index=1), number=n), 0, control) for n in range(40)]
-    assert {tuple(c.advantage for c in decision.episodes) for decision in dealt} == {(0.5, -0.5), (-0.5, 0.5)}
-
-
 # composing
 
 
@@ -268,17 +219,6 @@ def decided(decisions):
 
 
 TRAINED, EMPTY = "trained", "no_signal"
-
-
-def test_a_batch_is_the_next_groups_with_signal_in_order_of_number():
-    decisions = {3: EMPTY, 4: TRAINED, 5: "too_few", 6: TRAINED, 7: TRAINED}
-    made = plan_batch(decided(decisions), CoordinatorState(next_group=3), 1, 2)
-    assert (made.groups, made.closed, made.after.next_group) == ([4, 6], [3, 5], 7)
-
-
-def test_a_batch_waits_for_every_lower_group():
-    decisions = {0: TRAINED, 1: None, 2: TRAINED, 3: TRAINED}
-    assert plan_batch(decided(decisions), CoordinatorState(), 0, 2) is None
 
 
 @given(st.lists(st.sampled_from([TRAINED, EMPTY]), min_size=12, max_size=12), st.randoms())
@@ -334,51 +274,3 @@ def test_an_episode_of_two_samples_is_one_episode_in_the_mean():
     (batch,) = build_batches(made, how)
     weights = {round(float(w), 6) for m in batch.microbatches for w in array(m.weights) if w}
     assert weights == {round(1 / 12, 6)}  # four episodes of three tokens each
-
-
-def test_curves_count_every_finished_group_and_the_trained_apart():
-    groups = [
-        group(scored(1.0), scored(0.0, index=1, length=30)),
-        group(scored(0.0, group=1), scored(0.0, group=1, index=1), number=1),
-        group(scored(1.0, group=2), scored(0.0, group=2, index=1), number=2),
-    ]
-    how = batch_settings(groups={"max_staleness": 3})
-    made = plan_batch(lambda g: decide(groups[g], 3, how), CoordinatorState(), 3, 2)
-    metrics = of_batch(groups, made)
-    assert metrics["solve/train"] == pytest.approx(1 / 3)
-    assert metrics["solve/trained"] == 0.5
-    assert metrics["groups/signal_rate"] == pytest.approx(2 / 3)
-    assert metrics["staleness/max"] == 3
-    assert sum(metrics[f"length/finished_d{d}"] for d in range(10)) == 6
-    assert sum(metrics[f"length/trained_d{d}"] for d in range(10)) == 4
-    assert metrics["exit/submitted"] == 1.0
-
-
-def metrics_of(*episodes, **batches):
-    """Curves of a batch of one group with these episodes."""
-    made = [
-        ScoredEpisode(episode=e, score=Score(outcome="resolved", reward=float(i)))
-        for i, e in enumerate(episodes)
-    ]
-    composed = plan_batch(
-        lambda _: decide(group(*made), 0, batch_settings(**batches)), CoordinatorState(), 0, 1
-    )
-    return of_batch([group(*made)], composed)
-
-
-@pytest.mark.parametrize("chains", ["main", "all"])
-def test_a_history_that_is_rewritten_shows_whichever_chains_are_trained(chains):
-    whole = episode([turn(None, [1], [10]), turn(0, [2], [11])])
-    rewritten = episode([turn(None, [1], [10]), turn(None, [1, 10, 3], [11]), turn(None, [4], [12])], index=1)
-    assert metrics_of(whole, whole, train_chains=chains)["episodes/samples"] == 1
-    assert metrics_of(whole, rewritten, train_chains=chains)["episodes/samples"] == 2
-
-
-def test_the_recorder_s_tallies_are_curves():
-    counted = msgspec.structs.replace(
-        episode([turn(None, [1], [10])]), counts={"parse_errors": 3, "ignored_settings": 1}
-    )
-    metrics = metrics_of(counted, episode([turn(None, [1], [10])], index=1))
-    assert (metrics["recorder/parse_errors"], metrics["recorder/ignored_settings"]) == (1.5, 0.5)
-    assert metrics["recorder/context_full"] == 0
-    assert all(meaning(name) for name in metrics)

@@ -333,27 +333,6 @@ def test_workers_learn_of_living_engines_at_once(run, clock):
     assert table().endpoints == []
 
 
-def test_new_weights_and_who_serves_them_are_listed_before_the_next_look(run, clock):
-    maintenance = make_maintenance(run, clock, beat_s=30.0, ttl_s=120.0)
-    one, two = WeightVersion(incarnation=1, step=1), WeightVersion(incarnation=1, step=2)
-
-    def table():
-        maintenance.publish(maintenance.snapshot(), PROGRESS, {}, 1000.0)
-        return atomic.get(run.endpoints, EndpointTable)
-
-    export(run, one)
-    show(run, "inference-a", role="inference", state="ready", url="http://a", versions=[one])
-    assert table().newest == one
-    export(run, two)
-    assert (table().newest, table().endpoints[0].versions) == (two, [one])
-    show(run, "inference-a", role="inference", state="updating", url="http://a", versions=[one, two])
-    assert table().endpoints[0].updating
-    show(run, "inference-a", role="inference", state="ready", url="http://a", versions=[two])
-    assert table().endpoints[0].versions == [two]
-    run.node("inference-a").unlink()
-    assert [e.owner for e in table().endpoints] == ["inference-a"]  # only a look tells that it has ended
-
-
 def test_status_says_who_lives_what_lies_where_and_what_is_waited_for(run):
     show(run, "rollout-1-00000001", trouble="no engine answers")
     training(run).iterate(make_maintenance(run).snapshot())
@@ -365,20 +344,6 @@ def test_status_says_who_lives_what_lies_where_and_what_is_waited_for(run):
     assert report.waits_for == "the learner"
     assert report.errors == ["train-000001-00 a0: engine"]
     assert report.troubles == {"rollout-1-00000001": "no engine answers"}
-
-
-def test_status_tells_the_silent_from_the_living_and_the_oldest_message(run, clock):
-    training(run).iterate(make_maintenance(run).snapshot())
-    maintenance = make_maintenance(run, clock)
-    for beat in range(3):
-        show(run, "rollout-1-00000001", 1)
-        show(run, "rollout-2-00000002", beat)
-        snapshot = maintenance.snapshot()
-        clock.now += 1.0
-    maintenance.publish(snapshot, PROGRESS, {"rollout": 2}, 5.0)
-    report = atomic.get(run.status, StatusReport)
-    assert [(r.alive, r.silent) for r in report.roles] == [(2, 1)]
-    assert report.oldest_s == {"requests": 2.0}
 
 
 def test_too_little_space_is_said(run):

@@ -15,9 +15,8 @@ import pytest
 
 from hpc_swe.base import records
 from hpc_swe.base.errors import ConfigError, DeadlineError, LostRace, StorageError
-from hpc_swe.base.metrics import Log, decode
+from hpc_swe.base.metrics import Log
 from hpc_swe.base.records import (
-    Batch,
     EndpointTable,
     Message,
     Node,
@@ -40,7 +39,6 @@ from hpc_swe.roles.coordinator.evaluation import Evaluating, Evaluator, summary
 from hpc_swe.roles.coordinator.loop import Coordinator
 from hpc_swe.roles.coordinator.snapshot import Progress
 from hpc_swe.roles.coordinator.supervision import Supervision
-from tests.kit import crash
 from tests.kit.coordinator_kit import (
     HELD_OUT,
     NEVER_OLD,
@@ -53,7 +51,6 @@ from tests.kit.coordinator_kit import (
     published,
     result,
     rundir,
-    save,
     training,
     work,
 )
@@ -261,38 +258,6 @@ def warm_start(run, iteration_s: float = 10.0):
     return sft.WarmStart(run, stream(), schedule, Log(run.metric_log("c")))
 
 
-def test_a_warm_start_publishes_a_few_batches_ahead_and_ends(run):
-    maintenance, mode = make_maintenance(run), warm_start(run)
-    for _ in range(10):
-        if not mode.iterate(maintenance.snapshot()).waits_for:
-            break
-        learn(run)
-    assert batches.published_steps(run) == list(range(STEPS))
-    micro = [m for rank in (0, 1) for m in atomic.get(run.batch(1) / run.rank_file(rank), Batch).microbatches]
-    total = sum(float(records.float_array(m.weights).sum()) for m in micro)
-    assert total == pytest.approx(1.0)  # token_mean over the whole step
-
-
-def test_a_warm_start_restarted_at_every_batch_publishes_the_same(tmp_path):
-    whole, broken = rundir(tmp_path / "a"), rundir(tmp_path / "b")
-    for made, make in ((whole, None), (broken, warm_start)):
-        mode = warm_start(made)
-        for _ in range(10):
-            mode = make(made) if make else mode
-            mode.iterate(make_maintenance(made).snapshot())
-            learn(made)
-    assert published(whole) == published(broken)
-
-
-def test_a_batch_of_a_warm_start_is_logged_again_by_the_next_coordinator(run):
-    """The first one may have died between the batch and its line."""
-    warm_start(run).iterate(make_maintenance(run).snapshot())
-    run.metric_log("c").unlink()
-    step = warm_start(run).step - 1
-    [line] = decode(run.metric_log("c").read_bytes())[0]
-    assert (line.step, line.values["batch/samples"]) == (step, 4)
-
-
 def test_a_warm_start_of_long_samples_goes_on_in_the_next_iteration(tmp_path):
     """A coordinator whose main loop stands still is ended by its watchdog."""
     quick, slow = rundir(tmp_path / "a"), rundir(tmp_path / "b")
@@ -323,33 +288,6 @@ def test_a_demonstration_is_cut_at_a_turn_or_left_out_and_counted(run):
     made = list(sft.from_conversations(conversations, encode, 8, fates))
     assert [len(s) for s in made if s] == [8, 4]
     assert fates == {"sft/cut": 1, "sft/dropped": 1}
-
-
-def test_demonstrations_that_are_cut_share_a_line_of_the_log(tmp_path):
-    """A line is made durable, which takes tens of milliseconds where many write to one disk."""
-    turns = [Message(role="user", content="ab"), Message(role="assistant", content="cd")] * 3
-
-    def iterate(run, conversation):
-        fates = Counter()
-        samples = sft.from_conversations(itertools.repeat(conversation), encode, 8, fates)
-        schedule, log = sft.SftSchedule(STEPS, 4, 64, 2), Log(run.metric_log("c"))
-        mode = sft.WarmStart(run, samples, schedule, log, fates=fates)
-        mode.iterate(make_maintenance(run).snapshot())
-
-    cut, whole = rundir(tmp_path / "cut"), rundir(tmp_path / "whole")
-    waits = crash.calls(cut.root, lambda _: iterate(cut, turns))["fsync"]
-    assert waits == crash.calls(whole.root, lambda _: iterate(whole, turns[:4]))["fsync"] + 1
-    lines, _ = decode(cut.metric_log("c").read_bytes())
-    assert [line.values["sft/cut"] for line in lines if "sft/cut" in line.values] == [4 * STEPS]
-
-
-def test_demonstrations_that_are_all_too_long_do_not_stop_the_main_loop(run):
-    """Its watchdog would end it, and nobody would learn the reason."""
-    log, fates, long = Log(run.metric_log("c")), Counter(), [Message(role="user", content="u" * 9)]
-    samples = sft.from_conversations(itertools.repeat(long), encode, 8, fates)
-    mode = sft.WarmStart(run, samples, sft.SftSchedule(STEPS, 4, 64, 2, iteration_s=0.01), log, fates=fates)
-    assert mode.iterate(make_maintenance(run).snapshot()).step == 0
-    assert log.recent["sft/dropped"][-1] > 0
 
 
 def test_rejection_sampling_trains_the_very_ids_that_were_sampled(run):
@@ -509,25 +447,3 @@ def test_a_learner_that_waits_in_the_queue_for_hours_is_awaited(run, exported, s
         if exported:  # then its job ended, before it had saved
             learn(run, steps=exported)
     assert atomic.get(run.status, StatusReport).waits_for == f"the learner: step {step} of 3"
-
-
-def test_a_learner_in_the_queue_is_awaited_if_engines_run_in_its_job(run):
-    clock = Clock()
-    made = coordinator(run, lambda: training(run), clock, inference=0)  # as in a hybrid run
-    node = Node(owner="rollout-1-00000001", role="rollout", beat=0, host="h", pid=1)
-    for beat in range(10):
-        atomic.put(run.node(node.owner), msgspec.structs.replace(node, beat=beat))
-        clock.now += 50.0
-        assert made.iterate() is False
-    assert atomic.get(run.status, StatusReport).waits_for.endswith("no engine serves")
-
-
-def test_a_run_ends_only_when_the_last_checkpoint_is_there(run):
-    maintenance, mode = make_maintenance(run), training(run)
-    for _ in range(20):
-        mode.iterate(maintenance.snapshot())
-        work(run)
-        learn(run, steps=STEPS + 1)  # exports, and has not saved yet
-    assert mode.iterate(maintenance.snapshot()).waits_for == "the learner: step 3 of 3"
-    save(run, STEPS)
-    assert mode.iterate(maintenance.snapshot()).waits_for == ""

@@ -8,7 +8,6 @@ from hpc_swe.base.records import VersionSpan, WeightVersion
 from hpc_swe.roles.coordinator.batching.samples import (
     add_routing,
     find_flaw,
-    leaf_chains,
     make_samples,
     trained_turns,
 )
@@ -70,13 +69,6 @@ def test_a_fork_makes_two_samples_and_trains_the_stem_once():
     assert records.id_array(second.token_ids).tolist() == [1, 10, 3, 12, 5, 14, 7, 16]
 
 
-def test_an_abandoned_reply_is_not_trained_and_counted():
-    made = cut_all([turn(None, [1], [10]), turn(0, [2], [11]), turn(0, [3], [12])])
-    (sample,) = made.samples
-    assert trained_ids(sample) == [10, 12]
-    assert made.untrained_turns == 1
-
-
 def test_an_undelivered_reply_is_not_trained_but_stays_in_the_context():
     turns = [turn(None, [1], [10]), turn(0, [2], [11], delivered=False), turn(1, [3], [12])]
     (sample,) = cut_all(turns).samples
@@ -101,11 +93,6 @@ def test_the_graded_conversation_is_trained_however_long_another_is():
     known = msgspec.structs.replace(episode(turns), main=1)
     assert [trained_ids(s) for s in make_samples(known, 1.0, "main", 0, 0).samples] == [[10, 11]]
     assert [trained_ids(s) for s in make_samples(episode(turns), 1.0, "main", 0, 0).samples] == [[10, 11]]
-
-
-def test_an_episode_without_turns_has_no_samples():
-    made = cut_all([], "main")
-    assert (made.samples, made.tokens, len(made.staleness)) == ([], 0, 0)
 
 
 def test_stale_tokens_are_masked_one_by_one():
@@ -161,14 +148,6 @@ def test_every_sampled_token_of_a_trained_turn_is_trained_exactly_once(turns, ch
         off = sample.mask_array == 0
         assert not np.any(array(sample.logprobs)[off])
         assert not np.any(array(sample.advantages)[off])
-
-
-@given(trees())
-def test_no_sample_is_a_part_of_another(turns):
-    paths = leaf_chains(turns, trained_turns(turns, "all"))
-    ends = [path[-1] for path in paths]
-    assert len(set(ends)) == len(ends)
-    assert not any(end in path[:-1] for end in ends for path in paths)
 
 
 def test_chains_of_a_rewritten_history_show_the_tools_of_the_main_one():

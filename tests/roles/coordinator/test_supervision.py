@@ -6,13 +6,13 @@ import pytest
 from hpc_swe.base.errors import StuckRun
 from hpc_swe.base.records import Node, WeightVersion
 from hpc_swe.base.rundir import SPOOLS
-from hpc_swe.base.store import atomic, supervision
+from hpc_swe.base.store import supervision
 from hpc_swe.base.store.lease import Lease
 from hpc_swe.base.store.spool import STATES, Address
 from hpc_swe.base.store.supervision import Clocks, RunPart
 from hpc_swe.config.settings import SupervisionConfig
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
-from hpc_swe.roles.coordinator.supervision import KEPT_VERDICTS, LAST_STACKS_S, REFUSED_S, Supervision, parts
+from hpc_swe.roles.coordinator.supervision import LAST_STACKS_S, REFUSED_S, Supervision, parts
 
 ROLES = ("coordinator", "learner", "inference", "rollout", "reward")
 LIMITS = dict.fromkeys(ROLES, 100.0)
@@ -248,25 +248,6 @@ def test_a_run_whose_every_engine_refuses_all_weights_ends(run, looks, ends, stu
     assert (run.stop.exists(), supervision.read(run).gave_up) == (ends, ends)
 
 
-def test_refusals_do_not_end_a_run_whose_learner_still_has_a_batch(run):
-    lease = Lease(run, "coordinator", "1", 1.0)
-    watcher = Supervision(lease, run, SupervisionConfig(), dict.fromkeys(ROLES, 1e9), ROLES, 10, 10.0)
-    for now in (0.0, REFUSED_S + 1):
-        watcher.look(refusing(9, now=now), Progress("results", 1, {}, [], awaits_learner=True))
-    watcher.look(refusing(10, now=REFUSED_S + 2), Progress("results", 1, {}, []))
-    assert not run.stop.exists()
-    with pytest.raises(StuckRun, match="given up"):
-        watcher.look(refusing(13, now=REFUSED_S + 3), Progress("results", 1, {}, []))
-
-
-def test_the_cell_that_every_watchdog_reads_does_not_grow_with_the_workers(run):
-    story = Story(run, tries=1)
-    story.others = [node("rollout", owner=f"rollout-{n}", claims=[TASK], steps=[0]) for n in range(50)]
-    story.live(100)
-    assert len(run.clocks.read_bytes()) > 1000
-    assert not run.supervision.exists()
-
-
 def test_progress_of_the_run_forgets_earlier_tries(run):
     story = Story(run, tries=1)
     story.live(120)
@@ -312,15 +293,6 @@ def test_a_coordinator_that_restarts_often_finds_a_stuck_part_too(run):
         story.restart()
         story.live(20)
         assert story.now < 400
-
-
-def test_old_stacks_are_deleted(run):
-    run.stacks.mkdir()
-    for number in (1, 2, 3):
-        run.stack(number, "reward-1-aa").touch()
-    atomic.put(run.supervision, supervision.Verdict(number=KEPT_VERDICTS + 1))
-    Story(run, tries=1).live(120)
-    assert atomic.names(run.stacks) == ["000002-reward-1-aa.txt", "000003-reward-1-aa.txt"]
 
 
 def test_who_sets_no_limit_is_never_judged(run):

@@ -8,7 +8,6 @@ import pytest
 
 from hpc_swe.agents.loops.base import Reply
 from hpc_swe.agents.sandboxes.process import Process
-from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.metrics import Log
 from hpc_swe.base.records import Sample, id_array
 from hpc_swe.base.rundir import RunDir
@@ -56,14 +55,3 @@ def test_a_demonstration_begins_with_the_prompt_of_an_episode(read, tmp_path, sh
         config.agent.solve(task, sandbox, chat)
     assert id_array(warm_start(config, tmp_path).token_ids)[: len(asked)].tolist() == asked
     assert ("rewrite" in builder.tokens.decode(asked)) is (shown == "true")
-
-
-def test_demonstrations_of_tools_that_the_agent_lacks_are_refused(read, tmp_path):
-    with pytest.raises(ConfigError, match=r"\[agent\] tools lack replace, .* the agent has view, submit"):
-        warm_start(read('agent.tools=["view", "submit"]'), tmp_path)
-
-
-def test_a_program_whose_prompts_nobody_knows_has_no_demonstrations(read, tmp_path):
-    program = 'agent={type="cli_agent", command="true"}'
-    with pytest.raises(ConfigError, match=r"does not say what its policy is shown.*sft.source"):
-        warm_start(read(program), tmp_path)

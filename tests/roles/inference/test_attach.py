@@ -16,11 +16,10 @@ import pytest
 from hpc_swe.base.errors import ConfigError, EngineError
 from hpc_swe.base.records import ProbeScore, Sampling, WeightVersion
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store import atomic
 from hpc_swe.config import config as configuration
 from hpc_swe.config import job_counts
 from hpc_swe.config.settings import RunConfig
-from hpc_swe.launch import control, existing
+from hpc_swe.launch import control
 from hpc_swe.models.engines._vllm_environment import TOKEN as VARIABLE
 from hpc_swe.models.engines.scripted import SCORE, Scripted, ScriptedReply
 from hpc_swe.roles.inference.supervisor import free_port
@@ -277,18 +276,6 @@ def test_an_address_carries_no_key(somebody) -> None:
     for url in ("http://key@host:8000", "https://host:8000/?key=1", "host:8000"):
         with pytest.raises(ConfigError, match=r"must be http\(s\)://host:port.*VLLM_API_KEY"):
             configured(somebody, f"inference.url={url}")
-
-
-def test_a_run_may_go_on_with_an_engine_that_has_moved(tmp_path, somebody, key) -> None:
-    somebody.start()
-    run = RunDir(tmp_path / "moved")
-    control.start(run, configured(somebody))
-    somebody.end()
-    somebody.port = free_port("127.0.0.1", 0)
-    somebody.start()
-    control.start(run, configured(somebody))
-    assert existing.load(run).inference.url == somebody.url
-    assert atomic.names(run.nodes) == []
 
 
 def type_into_shell(line: str, folder: Path) -> "subprocess.Popen[str]":

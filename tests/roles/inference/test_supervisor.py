@@ -21,12 +21,11 @@ from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, folders, weights
 from hpc_swe.base.store.lease import Lease
 from hpc_swe.cluster.gpu_turns import LearnerTurn
-from hpc_swe.config.settings import InferenceConfig, LeaseConfig, SupervisionConfig
+from hpc_swe.config.settings import SupervisionConfig
 from hpc_swe.models.engines.scripted import SCORE, Scripted, ScriptedReply
 from hpc_swe.roles.coordinator.supervision import Supervision
-from hpc_swe.roles.inference.supervisor import MAX_REFUSALS, Supervisor
+from hpc_swe.roles.inference.supervisor import MAX_REFUSALS
 from tests.kit.coordinator_kit import STEPS, make_maintenance, training
-from tests.kit.crash import in_child
 from tests.kit.engine_kit import (
     TOKEN,
     await_node,
@@ -148,21 +147,6 @@ def test_a_full_disk_ends_no_engine_that_goes_to_sleep_or_wakes(
     assert "not shown yet" in log
 
 
-def test_a_folder_that_cannot_be_read_for_a_while_ends_no_engine(
-    run: RunDir, engine: Scripted, model: Path
-) -> None:
-    def look() -> None:
-        lease = Lease(run, "inference", "test", 60.0)
-        found = Supervisor(run, lease, engine, InferenceConfig(), LeaseConfig(), model, "127.0.0.1")
-        if os.getuid() == 0:
-            os.seteuid(65534)  # whom the mode concerns
-        assert not found._must_end()
-
-    run.control.chmod(0)
-    assert in_child(look) == 0
-    run.control.chmod(0o700)
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_engine_that_dies_or_stops_asleep_is_replaced(
     start: Start, run: RunDir, tmp_path: Path, number: signal.Signals
@@ -237,12 +221,6 @@ def test_the_token_is_in_no_argument_cell_or_log(
     assert len(commands) >= 2
     assert not any(TOKEN.encode() in command for command in commands)
     assert TOKEN not in f"{cell} {log} {output}"
-
-
-def test_starts_on_the_newest_published_version(start: Start, run: RunDir, model: Path) -> None:
-    publish(run, model, version(7), probe=PROBE)
-    start()
-    await_node(run, is_serving(version(7)))
 
 
 def test_an_engine_keeps_its_weights_while_a_learner_repeats_steps(
@@ -321,18 +299,6 @@ def test_a_bad_newest_version_does_not_keep_an_engine_from_starting(
     await_node(run, is_serving(version(1)))
 
 
-def test_both_versions_are_named_before_the_weights_change(
-    start: Start, run: RunDir, model: Path, engine: Scripted
-) -> None:
-    start()
-    await_node(run, is_serving(version(0)))
-    publish(run, model, version(1))
-    cell = await_node(run, lambda node: node.state == "updating" or node.versions == [version(1)])
-    if cell.state == "updating":  # else it was too quick for us
-        assert cell.versions == [version(0), version(1)]
-        assert cell.reading == version(1).name
-
-
 def test_a_killed_engine_is_started_again(start: Start, run: RunDir, model: Path, tmp_path: Path) -> None:
     process = start()
     first = await_node(run, is_serving(version(0)))
@@ -344,19 +310,6 @@ def test_a_killed_engine_is_started_again(start: Start, run: RunDir, model: Path
     assert (cell.url, cell.versions) == ("", [])
     again = await_node(run, is_serving(version(1)))
     assert again.owner == first.owner
-
-
-def test_an_engine_that_dies_while_loading_does_not_condemn_the_version(
-    start: Start, run: RunDir, model: Path, engine: Scripted, tmp_path: Path
-) -> None:
-    process = start(changed=msgspec.structs.replace(engine, update_s=3.0))
-    await_node(run, is_serving(version(0)))
-    engines = [pid for pid in processes(str(tmp_path)) if pid != process.pid]
-    publish(run, model, version(1), probe=PROBE)
-    await_node(run, lambda node: node.state == "updating")
-    time.sleep(0.2)
-    end(engines)
-    await_node(run, is_serving(version(1)))
 
 
 def test_a_delta_that_two_engines_died_of_is_refused_and_reported(
@@ -441,20 +394,6 @@ def test_many_refusals_in_a_row_start_the_engine_anew_and_are_said(
     run.stop.touch()
     _, log = process.communicate(timeout=600)
     assert f"weights were refused {MAX_REFUSALS} times in a row" in log
-
-
-def test_the_newest_weights_are_tried_again_and_refusals_are_counted(
-    start: Start, run: RunDir, model: Path
-) -> None:
-    """The run waits for them, so nothing newer comes; an engine that starts anew goes on counting."""
-    start()
-    await_node(run, is_serving(version(0)))
-    publish(run, model, version(1), probe=WRONG)
-    await_node(run, lambda node: node.refusals == 1)
-    await_node(run, lambda node: node.refusals == MAX_REFUSALS + 1)
-    publish(run, model, version(2), probe=PROBE)
-    found = await_node(run, is_serving(version(2)))
-    assert (found.refusals, found.trouble) == (0, "")
 
 
 def test_a_run_whose_engine_refuses_all_weights_ends_and_says_why(

@@ -40,7 +40,3 @@ def test_a_batch_without_trained_tokens_is_no_alarm_and_no_sign():
     found = statistics.means([0.0] * (1 + len(names) + statistics.BINS), (), is_sampled=True)
     assert Alarm().look(0, found) == ""
     assert "policy/entropy" not in found, "an entropy of 0 would end a run by stop.entropy_low"
-
-
-def test_sft_has_no_sampler_to_come_apart_from():
-    assert Alarm().look(0, {"policy/grad_norm": 3.0, "policy/nll": 2.0}) == ""

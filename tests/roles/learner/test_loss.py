@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import pkgutil
 from typing import get_args, get_type_hints
 
 import numpy as np
@@ -12,8 +11,7 @@ torch = pytest.importorskip("torch")
 
 from hpc_swe.base.metrics import meaning  # noqa: E402
 from hpc_swe.models.policies.base import LossConfig, TrainedTokens  # noqa: E402
-from hpc_swe.roles.learner import objectives  # noqa: E402
-from hpc_swe.roles.learner.loss import PolicyObjective, load  # noqa: E402
+from hpc_swe.roles.learner.loss import PolicyObjective  # noqa: E402
 
 OBJECTIVES = get_args(get_type_hints(LossConfig)["objective"])
 
@@ -147,17 +145,6 @@ def test_a_token_on_which_learner_and_engine_differ_does_not_rule_a_batch():
     assert "ratio/clipped_dual" not in metrics(tokens, objective="decoupled")
 
 
-def test_the_bound_for_negative_advantages_moves_without_the_positive_ones():
-    mu = [math.exp(-gap) for gap in FLIPPED]
-    _, slope = loss_and_slope(
-        make(pi=[1.0] * 3, mu=mu, advantages=[-1.0] * 3, weights=[1.0] * 3), dual_clip=10
-    )
-    assert slope == pytest.approx([2.9, 3.1, 0], rel=1e-5)
-    better = make(pi=[1.0] * 3, mu=mu, advantages=[1.0] * 3, weights=[1.0] * 3)
-    assert loss_and_slope(better) == (pytest.approx(-3 * 1.28), [0, 0, 0])
-    assert metrics(better)["ratio/clipped_dual"] == 0
-
-
 @pytest.mark.parametrize("objective", ["sampler_ratio", "decoupled"])
 @pytest.mark.parametrize("advantage", [-1.0, 1.0])
 @pytest.mark.parametrize("gap", [-90.0, -9.0, -0.3, 0.0, 0.3, 1.0, 1.2, 9.0, 90.0])
@@ -219,11 +206,6 @@ def test_gspo_counts_one_sequence_however_it_lies_among_others():
     assert slope == pytest.approx([0.75 * s / 2, 0.25 * 0.75, 0.75 * s / 2])
 
 
-def test_gspo_without_sequences_is_an_error_of_the_policy():
-    with pytest.raises(ValueError, match="sequence of each token"):
-        loss_and_slope(dataclasses.replace(make(), sequence=None), objective="gspo")
-
-
 def test_cispo_keeps_every_gradient_and_caps_its_weight():
     # weights 1.25, 0.75 and min(1.8, 1.5), all without a gradient of their own
     loss, slope = loss_and_slope(make(), objective="cispo", ratio_cap=1.5)
@@ -240,14 +222,6 @@ def test_divergence_slopes_away_from_the_reference():
     expected = [
         0.1 * w * p / m * math.log(p / r) for w, p, m, r in zip(WEIGHTS, PI, MU, reference, strict=True)
     ]
-    assert slope == pytest.approx(expected, rel=1e-5, abs=1e-7)
-
-
-def test_divergence_far_from_the_sampler_is_no_steeper_than_at_the_bound():
-    reference = [0.25, 0.3, 0.9]
-    tokens = make(mu=[1e-6] * 3, advantages=[0.0] * 3, reference=reference)
-    _, slope = loss_and_slope(tokens, kl_coefficient=0.1)
-    expected = [0.1 * w * 3.0 * math.log(p / r) for w, p, r in zip(WEIGHTS, PI, reference, strict=True)]
     assert slope == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
@@ -299,12 +273,6 @@ def test_curves_of_every_objective_are_documented(objective):
         dataclasses.replace(make(reference=PI), proximal=torch.zeros(3)), kl_coefficient=0.1
     )
     assert [name for name in found if not meaning(name)] == []
-
-
-def test_an_objective_is_one_file_and_its_name_in_the_configuration():
-    files = {module.name for module in pkgutil.iter_modules(objectives.__path__)} - {"base"}
-    assert files == set(OBJECTIVES)
-    assert {type(load(name)).__module__.rpartition(".")[2] for name in OBJECTIVES} == files
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -383,20 +351,6 @@ def test_decoupled_clips_around_the_weights_before_the_batch():
 def test_an_entropy_bonus_is_taken_off_the_loss_with_each_tokens_weight():
     plain, bonus = (loss_and_slope(make(), entropy_coefficient=c)[0] for c in (0.0, 0.5))
     assert bonus == pytest.approx(plain - 0.5 * 0.7 * sum(WEIGHTS))
-
-
-def test_numbers_that_are_not_finite_reach_the_learner_without_an_error():
-    broken = dataclasses.replace(
-        make(), logprobs=torch.tensor([math.nan, math.inf, -1.0], requires_grad=True)
-    )
-    loss, sums, _ = PolicyObjective(LossConfig())(broken)
-    assert not math.isfinite(loss)
-    assert sums[0] == 3
-
-
-def test_there_is_no_kl_curve_without_kl():
-    assert "policy/kl" not in metrics(make())
-    assert metrics(make(reference=PI), kl_coefficient=0.1)["policy/kl"] == pytest.approx(0.0, abs=1e-7)
 
 
 def test_surprise_balance_shows_a_filter_that_log_probabilities_hide():

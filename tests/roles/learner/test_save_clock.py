@@ -77,11 +77,6 @@ def filled(run):
     return run
 
 
-def test_an_order_after_a_checkpoint_leaves_its_seconds_in_the_metrics(filled):
-    told = trained(filled, 2, {1: [Order.REPUBLISH]}, every=1)
-    assert told[1]["step_seconds/checkpoint"] >= SAVING_S
-
-
 def test_a_start_knows_how_long_the_last_checkpoint_took(filled):
     """A job that is preempted often would save after each start, however long that takes."""
     trained(filled, 3, {1: [Order.DRAIN]}, every=100)

@@ -2,11 +2,10 @@
 
 import math
 
-import msgspec
 import pytest
 
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store import atomic, stop_signs
+from hpc_swe.base.store import stop_signs
 from hpc_swe.config.settings import StopConfig
 from tests.kit.coordinator_kit import rundir
 
@@ -51,26 +50,6 @@ def test_without_bounds_nothing_ends_and_only_the_first_steps_are_kept(tmp_path)
     assert [each.step for each in stop_signs.read(run).steps] == [0, 1]
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_a_length_that_is_bounded_late_is_compared_with_the_first(tmp_path, known):
-    """Those of the run, or of an older release's run the first that were entered."""
-    run, config = rundir(tmp_path), StopConfig(batches=2, length_growth=2)
-    if known:
-        steps(run, StopConfig(batches=2), {"episodes/tokens": [100.0] * 2 + [150.0] * 8})
-    assert not any(steps(run, config, {"episodes/tokens": [150.0, 150.0]}, 10))
-    assert bool(steps(run, config, {"episodes/tokens": [210.0] * 2}, 12)[-1]) == known
-    assert steps(run, config, {"episodes/tokens": [310.0] * 2}, 14)[-1]
-
-
-def test_a_length_is_compared_with_the_first_steps_when_batches_are_raised(tmp_path):
-    """Only so many were kept as there were batches; later ones do not stand in for the others."""
-    run = rundir(tmp_path)
-    steps(run, StopConfig(batches=2), {"episodes/tokens": [100.0] * 2 + [300.0] * 8})
-    found = steps(run, StopConfig(batches=4, length_growth=2), {"episodes/tokens": [300.0] * 4}, 10)
-    assert found[:-1] == [""] * 3
-    assert "above 200 in steps 10 to 13" in found[-1]
-
-
 def test_steps_that_are_trained_again_replace_themselves(tmp_path):
     run, config = rundir(tmp_path), StopConfig(gap=0.01)
     assert steps(run, config, {"gap/k3": [0.1, 0.1]}) == ["", ""]
@@ -79,27 +58,10 @@ def test_steps_that_are_trained_again_replace_themselves(tmp_path):
     assert [each.step for each in stop_signs.read(run).steps] == [0, 1, 2]
 
 
-def test_the_record_stays_small_and_knows_the_first_lengths(tmp_path):
-    run, config = rundir(tmp_path), StopConfig(batches=2, length_growth=3)
-    assert not any(steps(run, config, {"episodes/tokens": [100.0] * 2 + [250.0] * 40}))
-    assert [each.step for each in stop_signs.read(run).steps] == [0, 1, 40, 41]
-    assert steps(run, config, {"episodes/tokens": [301.0] * 2}, first=42)[-1]
-
-
 def test_a_step_without_a_number_shows_nothing(tmp_path):
     run, config = rundir(tmp_path), StopConfig(batches=2, gap=0.01)
     assert steps(run, config, {"gap/k3": [0.1, math.nan, 0.1]}) == ["", "", ""]
     assert steps(run, config, {"gap/k3": [0.1]}, first=3)[0]
-
-
-def test_a_record_without_bounds_stays_one_that_older_releases_read(tmp_path):
-    """Their fields were steps and reason, and they kept the first steps by number."""
-    run = rundir(tmp_path)
-    signs = [stop_signs.StepSigns(step=step, values={"gap/k3": 0.1}) for step in (0, 1, 2, 7, 8, 9)]
-    atomic.put(run.stop_signs, stop_signs.SignRecord(steps=signs, reason="gap/k3 was above"))
-    stop_signs.forgive(run)
-    written = msgspec.json.decode(atomic.read(run.stop_signs))
-    assert written == {"steps": msgspec.to_builtins(signs[:3])}
 
 
 def test_a_person_who_changes_the_bounds_lets_the_run_go_on(tmp_path):

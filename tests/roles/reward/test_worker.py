@@ -1,8 +1,5 @@
 """The reward worker meets others only in the run folder."""
 
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -21,7 +18,6 @@ from hpc_swe.base.store.spool import Spool
 from hpc_swe.config.settings import RewardConfig
 from hpc_swe.roles.reward.worker import MAX_DETAIL, RewardResources, self_check, worker
 from hpc_swe.tasks.graders.base import Grader
-from tests.kit.checkout import environment
 from tests.kit.waiting import DEADLINE_S, until
 
 
@@ -153,27 +149,6 @@ def test_every_episode_gets_the_score_it_deserves(run, task):
     assert states(run) == {"ready": 0, "claimed": 0, "dead": 0}
 
 
-def test_a_corrupt_message_is_buried_and_work_goes_on(run, task):
-    (run.episodes / "ready" / "train-000000-00~0").write_bytes(b"junk")
-    put(run, episode(1, "text"))
-    work(run, task, lambda: len(scores(run)) == 1)
-    assert states(run) == {"ready": 0, "claimed": 0, "dead": 1}
-
-
-def test_drain_finishes_what_is_at_work_and_takes_no_more(run, task):
-    put(run, *(episode(number, f"await {run.drain}") for number in range(4)))
-    work(run, task, lambda: states(run)["claimed"] == 2)
-    assert len(scores(run)) == 2
-    assert states(run) == {"ready": 2, "claimed": 0, "dead": 0}
-
-
-def test_stop_gives_back_what_is_at_work(run, task):
-    put(run, *(episode(number, f"await {run.finished}") for number in range(4)))
-    work(run, task, lambda: states(run)["claimed"] == 2, order="STOP")
-    run.finished.touch()
-    assert states(run) == {"ready": 4, "claimed": 0, "dead": 0}
-
-
 def test_an_exception_of_a_grader_costs_its_episode_and_the_worker_goes_on(run, task, caplog):
     put(run, episode(0, "bug"), episode(1, "text"))
     work(run, task, lambda: len(scores(run)) == 2)
@@ -196,25 +171,6 @@ def test_text_that_a_submission_chose_does_not_fill_the_run(run, task):
     put(run, episode(0, "long"))
     work(run, task, lambda: len(scores(run)) == 1)
     assert len(scores(run)[0].detail) == MAX_DETAIL
-
-
-def test_a_worker_that_is_told_to_end_gives_back_and_waits_for_nothing(run):
-    program = f"""
-from pathlib import Path
-from tests.roles.reward.test_worker import *
-from hpc_swe.base.records import TestPlan
-task = Task(task_id="t", taskset="", prompt="", image="", workdir="/", tests=TestPlan(
-    command="", fail_to_pass=[], timeout_s=1.0))
-run = RunDir(Path({str(run.root)!r}))
-with Lease(run, "reward", "test", 1.0) as lease:
-    worker(run, lease, RewardResources({{"t": task}}, Process(), Judge(), RewardConfig())).work()
-"""
-    put(run, episode(0, f"await {run.finished}"))
-    process = subprocess.Popen([sys.executable, "-c", program], env=environment())
-    until(lambda: states(run)["claimed"])
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(DEADLINE_S / 2) == 0
-    assert states(run) == {"ready": 1, "claimed": 0, "dead": 0}
 
 
 def self_checks(run: RunDir) -> list[str]:

@@ -143,16 +143,6 @@ def test_a_port_that_is_taken_is_an_error_of_the_sandbox(apptainer: Apptainer) -
         assert sandbox.run("echo goes on", 10).output == "goes on\n"
 
 
-def test_the_listener_holds_no_sandbox_alive(apptainer: Apptainer) -> None:
-    with apptainer.open(TASK) as sandbox:
-        listener = sandbox.listen(8765)
-        assert sandbox.run("true", 10).exit_code == 0
-    with closing(listener):
-        listener.settimeout(0.2)
-        with pytest.raises(TimeoutError):
-            listener.accept()
-
-
 def test_floods_from_the_inside_leave_the_worker_alone(
     apptainer: Apptainer, run: RunDir, builder: TokenBuilder
 ) -> None:

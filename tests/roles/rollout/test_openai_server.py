@@ -157,13 +157,6 @@ def test_errors_are_those_of_the_protocol(
     assert error(post(address, messages=START))[0] == 503
 
 
-def test_models_are_listed(address: ChatAddress) -> None:
-    answer = httpx.get(
-        f"{address.url}/models", headers={"Authorization": f"Bearer {address.key}"}, trust_env=False
-    )
-    assert answer.json()["data"][0]["id"] == "policy"
-
-
 def test_a_huge_request_is_refused(address: ChatAddress) -> None:
     connection = http.client.HTTPConnection(address.url.split("/")[2])
     connection.putrequest("POST", "/v1/chat/completions")
@@ -245,18 +238,6 @@ def test_threads_cannot_get_more_turns_than_there_are(on: Stage) -> None:
     assert len(on.recorder.close("")) == 3
 
 
-def test_a_program_may_ask_for_less_after_its_context_was_full(on: Stage, address: ChatAddress) -> None:
-    history = [*START, *observed(post(address, messages=START).json()["choices"][0]["message"])]
-    assert post(address, messages=[*history, {"role": "user", "content": "x " * 9000}]).status_code == 400
-    assert on.recorder.refusal is not None
-    assert on.recorder.refusal.status == ExitStatus.CONTEXT
-    assert on.recorder.clock() < math.inf, "it has some time to do so"
-    assert post(address, messages=START).status_code == 200
-    assert on.recorder.refusal is not None, "that may be a side call"
-    assert post(address, messages=history).status_code == 200
-    assert on.recorder.refusal is None
-
-
 def test_a_call_the_template_refuses_is_a_side_call_despite_its_prompt(run: RunDir, tmp_path: Path) -> None:
     picky = (
         "{%- if messages[1:] and messages[-1].role == 'system' %}{{ raise_exception('late') }}{%- endif %}"
@@ -271,19 +252,6 @@ def test_a_call_the_template_refuses_is_a_side_call_despite_its_prompt(run: RunD
             assert on.recorder.refusal is not None
             assert on.recorder.refusal.status == ExitStatus.AGENT_ERROR
             assert on.recorder.refusal.is_side_request == is_side_request
-
-
-def test_a_program_that_compressed_may_work_as_long_as_any_other(on: Stage, address: ChatAddress) -> None:
-    on.recorder.linger_s = 0.2
-    history = [*START, *observed(post(address, messages=START).json()["choices"][0]["message"])]
-    full = [*history, {"role": "user", "content": "x " * 9000}]
-    assert post(address, messages=full).status_code == 400
-    assert post(address, messages=[{"role": "user", "content": "Summary: add is wrong."}]).status_code == 200
-    time.sleep(0.3)
-    assert on.recorder.clock() < math.inf, "its tools take longer"
-    assert post(address, messages=full).status_code == 400
-    time.sleep(0.3)
-    assert on.recorder.clock() == math.inf, "refused again, it has the same time to end"
 
 
 def test_the_policy_keeps_only_its_own_agent_waiting(on: Stage) -> None:

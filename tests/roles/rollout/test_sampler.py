@@ -164,29 +164,6 @@ def test_time_that_an_engine_worked_is_no_wait_for_an_engine(run: RunDir) -> Non
     assert ask(run, counting(fail(NoAnswer("killed"), 2 * WAIT_S))).finish_reason == "stop"
 
 
-@pytest.mark.slow
-def test_a_completion_longer_than_the_wait_for_engines_rests_no_engine(run: RunDir, tmp_path: Path) -> None:
-    slow = ScriptedReply(token_ids=[7, 8], logprobs=[-0.5, -0.25], delay_s=5 * WAIT_S)
-    with serving(tmp_path, slow) as (url, _):
-        list_engines(run, a=url)
-        endpoints = Endpoints(run, max_lag=1, fresh_s=0.0)
-        asking = Sampler(Scripted(replies=""), endpoints, "secret", WAIT_S)
-        found = asking.sample(PROMPT, Sampling(max_tokens=2), "")
-        assert (found.token_ids, found.continued) == ([7, 8], 0)
-        with endpoints.take("a", 0.0) as endpoint:
-            assert endpoint.owner == "a"
-
-
-@pytest.mark.slow
-def test_a_context_s_last_token_may_queue_for_longer_than_it_computes(run: RunDir, tmp_path: Path) -> None:
-    """An engine that is busy lets all requests wait, whether they ask for one token or for thousands."""
-    busy = ScriptedReply(token_ids=[7], logprobs=[-0.5], delay_s=4.5)
-    with serving(tmp_path, busy) as (url, _):
-        list_engines(run, a=url)
-        asking = Sampler(Scripted(replies=""), Endpoints(run, max_lag=1, fresh_s=0.0), "secret", 1.0)
-        assert asking.sample(PROMPT, Sampling(max_tokens=1), "").token_ids == [7]
-
-
 def test_a_request_that_an_engine_lost_fails_alone(run: RunDir) -> None:
     list_engines(run, a="http://a")
     endpoints = Endpoints(run, max_lag=1, fresh_s=0.0)

@@ -23,13 +23,11 @@ from hpc_swe.base.records import (
     ExitStatus,
     Message,
     Node,
-    RolloutRequest,
     Task,
     float_array,
     id_array,
 )
 from hpc_swe.base.store import atomic
-from hpc_swe.base.store.spool import Address, Spool
 from tests.kit.checkout import environment
 from tests.kit.stage import REPLIES, V1, Doing, Rig, rig
 from tests.kit.toy_engine import cut_at
@@ -131,12 +129,6 @@ def swallow(sandbox: Sandbox, chat: object) -> ExitStatus:
     return ExitStatus.SUBMITTED
 
 
-def test_a_sandbox_that_does_not_open_is_infrastructure(tmp_path: Path) -> None:
-    episode = one(tmp_path, sandboxes=Failing(opening=True))
-    assert (episode.exit_status, episode.error) == (ExitStatus.INFRA_ERROR, "no room on the host")
-    assert episode.turns == []
-
-
 def test_a_sandbox_that_does_not_close_costs_nothing(tmp_path: Path) -> None:
     episode = one(tmp_path, sandboxes=Failing(opening=False))
     assert episode.exit_status == ExitStatus.SUBMITTED
@@ -180,32 +172,6 @@ def test_an_engine_error_that_a_program_swallows_is_still_infrastructure(tmp_pat
     assert episode.exit_status == ExitStatus.INFRA_ERROR
     assert "gone" in episode.error
     assert episode.submission == ""
-
-
-def test_an_unknown_task_is_infrastructure(made: Rig) -> None:
-    made.ask(task_id="gone")
-    made.drain()
-    assert "'gone' is not in the run's tasks" in made.episodes[NAME].error
-
-
-def test_a_full_context_ends_the_episode_with_what_was_done(tmp_path: Path) -> None:
-    episode = one(tmp_path, context=220, min_tokens=64)
-    assert episode.exit_status == ExitStatus.CONTEXT
-    assert len(episode.turns) > 1
-
-
-@pytest.mark.slow
-def test_the_backstop_is_infrastructure(tmp_path: Path) -> None:
-    def slow(sandbox: Sandbox, chat: object) -> ExitStatus:
-        chat(ASK)
-        time.sleep(5.1)
-        chat(ASK)
-        return ExitStatus.SUBMITTED
-
-    episode = one(tmp_path, Doing(slow), episode_timeout_s=5.0)
-    assert episode.exit_status == ExitStatus.INFRA_ERROR
-    assert "episode_timeout_s" in episode.error
-    assert len(episode.turns) == 1
 
 
 def test_a_hanging_episode_is_given_up_from_outside_once(tmp_path: Path) -> None:
@@ -436,22 +402,3 @@ def test_two_workers_do_every_request_once(made: Rig) -> None:
         other.join(DEADLINE_S)
     assert len(made.episodes) == 40
     assert len(made.engine.calls) == 40 * len(REPLIES)
-
-
-def test_an_idle_worker_lists_no_more_than_it_must(made: Rig) -> None:
-    rounds: list[float] = []
-
-    class Counting(Spool[RolloutRequest]):
-        def addresses(self, state: str) -> list[Address]:
-            rounds.append(time.monotonic())
-            return super().addresses(state)
-
-    with made.lease() as lease:
-        worker = made.worker(lease)
-        worker.source = Counting(made.run.requests, RolloutRequest)
-        thread = threading.Thread(target=worker.work)
-        thread.start()
-        time.sleep(1.5)
-        made.run.stop.touch()
-        thread.join(DEADLINE_S)
-    assert len(rounds) < (rounds[-1] - rounds[0]) / (0.5 * made.means.config.poll_s) + 4

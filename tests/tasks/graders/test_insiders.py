@@ -29,37 +29,11 @@ from tests.kit.toy import (
 pytestmark = pytest.mark.slow
 
 GRADER = Swebench()
-SAMPLE = {  # tests/cheats tries all of them in a real sandbox
-    ("unittest", "stops like a subtest"),
-    ("unittest", "skips what it breaks"),
-    ("unittest", "a docstring like the wanted name"),
-    ("unittest", "subTest swallows"),
-    ("unittest", "load_tests in the test's module"),
-    ("unittest", "the book, by the collector"),
-    ("unittest", "what the runner closes over"),
-    ("unittest", "a success of what is no test"),
-    ("pytest", "expects to fail"),
-    ("pytest", "entry points in a dist-info"),
-    ("pytest", "a pytest that drives the reporter"),
-    ("pytest", "a fixture planted among the tests"),
-    ("pytest", "pytest_pyfunc_call has another code"),
-}
-QUICK = [(kind, name, files) for kind, _, name, files in CASES if (kind, name) in SAMPLE]
 
 
 def one_task(folder, kind, base, **more):
     (one,) = taskset(write_rows(folder / "rows.jsonl", row(kind, base, **more))).load("train")
     return one
-
-
-@pytest.mark.parametrize(("kind", "name", "files"), QUICK, ids=[f"{kind}: {name}" for kind, name, _ in QUICK])
-def test_no_change_of_who_judges_is_paid(repository, sandboxes, tmp_path, kind, name, files):
-    parts = [
-        difference(path, BROKEN if path == "calc/core.py" else None, text) for path, text in files.items()
-    ]
-    score = GRADER.grade(one_task(tmp_path, kind, repository[1]), "".join(sorted(parts)), sandboxes)
-    assert score.outcome in ("unresolved", "cheated"), score
-    assert score.reward <= -1.0
 
 
 @pytest.fixture

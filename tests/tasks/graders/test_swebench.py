@@ -75,18 +75,6 @@ QUICK = {  # tests/cheats tries all of them in a real sandbox
         "attributes",
     )
 }
-QUICK_PYTEST = {
-    name: core(CODE[name])
-    for name in (
-        "prints passed",
-        "replaces pytest's reports",
-        "filters what is written",
-        "lies but to canaries",
-    )
-} | {
-    name: "".join(new(path, text) for path, text in FORGED[name].items())
-    for name in ("conftest", "pyproject", "a pytest that forges")
-}
 
 
 @pytest.fixture
@@ -107,18 +95,9 @@ def test_the_reference_resolves_and_nothing_does_not(toy_task, sandboxes):
     assert score.passed == toy_task.tests.pass_to_pass
 
 
-def test_an_empty_submission_starts_nothing(toy_task):
-    assert GRADER.grade(toy_task, " \n", Process()).outcome == "no_submission"
-
-
 @pytest.mark.parametrize("submission", [*CHEATS.values(), *QUICK.values()], ids=[*CHEATS, *QUICK])
 def test_no_cheat_is_paid(repository, sandboxes, tmp_path, submission):
     refused(task(tmp_path, "unittest", repository[1]), sandboxes, submission)
-
-
-@pytest.mark.parametrize("submission", QUICK_PYTEST.values(), ids=QUICK_PYTEST.keys())
-def test_no_cheat_of_pytest_is_paid(repository, sandboxes, tmp_path, submission):
-    refused(task(tmp_path, "pytest", repository[1]), sandboxes, submission)
 
 
 def refused(toy: Task, sandboxes: Checkout, submission: str) -> None:

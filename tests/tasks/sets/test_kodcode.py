@@ -7,7 +7,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from hpc_swe.agents.sandboxes.process import Process
-from hpc_swe.agents.tools.evaluate import Evaluate
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.tasks.graders.pytest import Pytest
 from hpc_swe.tasks.patch import difference
@@ -53,18 +52,6 @@ def test_a_row_becomes_a_task_in_the_order_of_the_file(taskset: Kodcode) -> None
     assert task.tests.command == "python -m pytest --tb=short -sq test.py"
     assert task.tests.files == {"test.py": TESTS}
     assert task.tests.fail_to_pass == [], "all tests count that pytest collects"
-
-
-@pytest.mark.parametrize(
-    ("first_message", "said"),
-    [
-        ("statement", STATEMENT),
-        ("directory_tree", "The files of the program:\n  double_code.py\n  test.py"),
-    ],
-)
-def test_the_first_message_says_what_is_configured(taskset: Kodcode, first_message: str, said: str) -> None:
-    task = next(iter(Kodcode(train=taskset.train, first_message=first_message).load("train")))
-    assert task.prompt == said
 
 
 def test_an_entrypoint_names_the_tests_and_nothing_else(tmp_path: Path) -> None:
@@ -163,14 +150,6 @@ A, C, D = "def test_a():\n    0\n", "    def test_c(self): pass\n", "    @x\n   
 )
 def test_hidden_tests_are_cut_out_of_the_text(hidden: set[str], left: str) -> None:
     assert cut(f"{A}class TestB:\n{C}{D}", hidden) == left
-
-
-def test_the_agent_may_run_the_tests_that_it_sees(taskset: Kodcode) -> None:
-    [task, *_] = taskset.load("eval")
-    with Process().open(task) as sandbox:
-        assert "1 failed" in Evaluate()(sandbox, task)
-        sandbox.write("double_code.py", RIGHT.encode())
-        assert "1 passed" in Evaluate()(sandbox, task)
 
 
 def test_what_is_no_file_of_rows_is_one_error_that_names_the_key(tmp_path: Path) -> None:

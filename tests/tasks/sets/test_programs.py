@@ -1,7 +1,6 @@
 """Buggy programs in folders and rows: what becomes a task, and that a repair of all of them is paid."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,9 @@ from hpc_swe.base.errors import ConfigError
 from hpc_swe.config.settings import TasksConfig
 from hpc_swe.tasks.graders.pytest import Pytest
 from hpc_swe.tasks.sets._exercises import with_names
-from hpc_swe.tasks.sets.programs import Programs, tree
+from hpc_swe.tasks.sets.programs import Programs
 from hpc_swe.tasks.visible_tests import ids_of_tests
 
-DATA = Path(os.environ.get("HPC_SWE_DATA", "../../shared/data"))
 WRONG, RIGHT = "def half(x):\n    return x // 3\n", "def half(x):\n    return x // 2\n"
 TESTS = """import unittest
 
@@ -54,10 +52,6 @@ def test_a_folder_of_programs_is_loaded_with_its_repairs(tmp_path: Path) -> None
     assert list(references) == ["one"]
     assert Pytest().grade(one, references["one"], Process()).reward == 1.0
     assert Pytest().examine(one, "", Process()).reward == 0.0
-
-
-def test_a_tree_shows_each_folder_once() -> None:
-    assert tree(["a/b/c.py", "a/d.py", "e.py"]) == ["  a/", "    b/", "      c.py", "    d.py", "  e.py"]
 
 
 def test_a_single_test_of_assertions_is_divided_and_half_hidden(tmp_path: Path) -> None:
@@ -206,16 +200,3 @@ def test_two_different_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
         take(Programs(train=str(tmp_path / "train"), eval=str(tmp_path / "eval")))
     same = take(Programs(train=str(tmp_path / "train"), eval=str(tmp_path / "train")))
     assert same["train"] == same["eval"]
-
-
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [("debug/mini_nightmare", 10), ("swe_pdb/humaneval_buggy.jsonl", 134), ("swe_pdb/rl_test.parquet", 100)],
-)
-def test_published_programs_load_whole(name: str, count: int) -> None:
-    """HPC_SWE_DATA names the folder of published programs."""
-    if not (DATA / name).exists():
-        pytest.skip(f"no published programs: HPC_SWE_DATA or {DATA / name}")
-    tasks = list(Programs(eval=str(DATA / name)).load("eval"))
-    assert len(tasks) == len({task.task_id for task in tasks}) == count
-    assert all(ids_of_tests(task.files["test.py"]) for task in tasks)

@@ -4,15 +4,12 @@ import json
 from pathlib import Path
 
 import msgspec
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from hpc_swe.base.errors import ConfigError
-from hpc_swe.base.loader import load
 from hpc_swe.tasks.sets.swebench import Source, Swebench
 from hpc_swe.tasks.swebench_rows import DJANGO
-from tests.kit.toy import RECIPES, gold, row, taskset, write_rows
+from tests.kit.toy import gold, row, taskset, write_rows
 
 MARKS = "#!/bin/bash\n: '>>>>> Start Test Output'\ntrue\n: '>>>>> End Test Output'\n"
 BASE = "0123456789abcdef0123456789abcdef01234567"
@@ -55,13 +52,6 @@ def test_rows_of_swebench_5_keep_their_own_script_and_image(tmp_path):
 def test_a_name_of_an_image_has_neither_registry_nor_tag_nor_digest(tmp_path, end):
     rows = write_rows(tmp_path / "rows.jsonl", row("pytest", BASE, image=f"host:5000/me/words{end}"))
     assert only(rows).image == "words"
-
-
-def test_parquet_is_read_as_jsonl_is(tmp_path):
-    rows = [row("unittest", BASE), row("pytest", BASE)]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    jsonl = taskset(write_rows(tmp_path / "rows.jsonl", *rows)).load("train")
-    assert list(taskset(tmp_path / "rows.parquet").load("train")) == list(jsonl)
 
 
 def test_ids_select_and_order(tmp_path):
@@ -144,8 +134,3 @@ def test_braces_of_a_prompt_and_of_a_report_stay(tmp_path):
     prompt = 'Answer {"done": true} in {workdir}: {problem_statement}'
     task = only(write_rows(tmp_path / "rows.jsonl", report), prompt=prompt)
     assert task.prompt == 'Answer {"done": true} in /testbed: {workdir} {} {0}'
-
-
-def test_recipes_are_toml_tables():
-    made = load("tasksets", {"type": "swebench", "recipes": RECIPES})
-    assert made.recipes["toy/pytest"].log_parser == "parse_log_pytest"

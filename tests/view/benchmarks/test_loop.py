@@ -8,17 +8,12 @@ import pytest
 from hpc_swe.base.metrics import Log
 from hpc_swe.base.records import MetricLine
 from hpc_swe.config.config import from_words
-from hpc_swe.view.benchmarks import watch
 from hpc_swe.view.benchmarks.loop import (
     Loop,
     Step,
     compare,
-    first_samples,
-    idleness,
-    solve_rates,
     steps_of,
 )
-from hpc_swe.view.benchmarks.watch import EngineLook, GpuLook
 from tests.kit.checkout import ROOT, environment
 from tests.kit.reported_run import RunMaker
 
@@ -48,13 +43,6 @@ def test_batches_that_were_sampled_before_a_restart_do_not_make_a_run_fast():
     assert steps_of(logs, ahead=4) == []
 
 
-def test_runs_are_compared_over_equally_many_samples():
-    steps = steps_of([[batch(n, 4, n / 4) for n in range(5)], [learner(n, 10.0 * n) for n in range(5)]])
-    assert len(first_samples(steps, 8)) == 2
-    assert len(first_samples(steps, 9)) == 3
-    assert solve_rates(steps) == [0.25, 0.5, 0.75, 1.0]
-
-
 @pytest.fixture(scope="module")
 def config():
     return from_words([str(ROOT / "configs/demo.toml")])
@@ -65,22 +53,6 @@ def of_deciles(finished: float, trained: list[float]) -> Step:
     return Step(10.0, counts | {f"length/trained_d{d}": n for d, n in enumerate(trained)}, end=110.0)
 
 
-def test_idle_time_is_that_of_the_steps_and_of_the_engines_of_the_run(config):
-    loop = Loop(config, [of_deciles(1.0, [1.0] * 10)], folder="/run")
-    requests = [EngineLook(time=101.0 + n, run="/run", engine="e", requests=n % 4) for n in range(8)]
-    others = [
-        EngineLook(time=105.0, run="/other", engine="e", requests=0),
-        EngineLook(time=99.0, run="/run", engine="e", requests=0),
-    ]
-    gpus = [GpuLook(time=100.0 + n, gpu="0", busy=0.5 + n / 4, gib=n) for n in (0, 1, 2)]
-    assert idleness(loop, [*requests, *others, *gpus, GpuLook(time=120.0, gpu="0", busy=0.0, gib=9.0)]) == {
-        "engines without a request %": "25.0",
-        "GPU 0 without a kernel %": "25.0",
-        "GPU 0 GiB": "0.0 to 2.0",
-    }
-    assert idleness(loop, []) == {}
-
-
 def test_a_run_is_compared_with_the_best_synchronous_one(config):
     steps = [of_deciles(1.0, [1.0] * 10)]
     still = from_words([str(ROOT / "configs/demo.toml"), "groups.max_staleness=0"])
@@ -89,12 +61,6 @@ def test_a_run_is_compared_with_the_best_synchronous_one(config):
     cells = {row[0]: row[1:] for row in zip(*(column.cells for column in rates.columns), strict=True)}
     assert cells["times the best synchronous"] == ("1.00", "2.00")
     assert cells["held-out greedy"] == ("0.250 to 0.500", "-")
-
-
-def test_a_torn_line_of_the_watch_is_left_out(tmp_path):
-    (tmp_path / "looks").write_text('{"time":1.0,"gpu":"0","busy":0.5,"gib":2}\n{"time":2.0,"gp')
-    assert watch.read(tmp_path / "looks") == [GpuLook(time=1.0, gpu="0", busy=0.5, gib=2.0)]
-    assert watch.gpu("1, 87, 2048\n").busy == 0.87
 
 
 @pytest.fixture

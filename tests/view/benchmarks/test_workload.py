@@ -35,17 +35,3 @@ def test_any_number_of_data_ranks_trains_the_same_packs(vary):
     assert [pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]] == alone
     weights = sum(np.frombuffer(micro.weights, "<f4").sum() for micro in alone)
     assert weights == pytest.approx(1.0, abs=1e-4)
-
-
-def test_varied_lengths_differ_from_pack_to_pack_and_keep_their_sum():
-    found = [
-        work(vary=True, lengths=[64] * 8).lengths_of(step, number) for step in (0, 1) for number in (0, 1)
-    ]
-    assert len({tuple(each) for each in found}) == 4
-    assert {sum(each) for each in found} == {512}
-    assert min(map(min, found)) > 16
-
-
-def test_packs_that_ranks_cannot_share_are_refused():
-    with pytest.raises(ConfigError, match="--packs 4 is no multiple of the 3"):
-        work().batch(0, 0, 3)

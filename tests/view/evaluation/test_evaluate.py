@@ -1,14 +1,12 @@
 """The command: what it refuses, what it waits for, and how an evaluation fares that is interrupted."""
 
 import dataclasses
-import io
 import json
 import os
 import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 import tomllib
 from collections import Counter
@@ -30,10 +28,10 @@ from hpc_swe.cluster.executors.base import Job
 from hpc_swe.cluster.executors.local import Local
 from hpc_swe.config import config as configuration
 from hpc_swe.launch import control, existing
-from hpc_swe.launch.view import Queue, RunReader, RunView
+from hpc_swe.launch.view import Queue, RunView
 from hpc_swe.launch.watch import watch
 from hpc_swe.view import evaluate
-from hpc_swe.view.evaluation import progress, results, start
+from hpc_swe.view.evaluation import results, start
 from hpc_swe.view.evaluation.progress import EvaluationProgress, StallDetector, progress_of
 from hpc_swe.view.evaluation.results import Summary
 from tests.kit.checkout import ROOT
@@ -114,11 +112,6 @@ def test_patience_ends_when_nothing_moves_but_not_while_jobs_are_queued():
         detector.check(dataclasses.replace(stands, state=2, is_queued=True))
 
 
-def test_an_evaluation_asks_no_engine_for_a_routing(small):
-    config = start.configured(small.out, [*map(str, small.words), "engine.return_routing=true"])
-    assert not config.engine.return_routing
-
-
 class Elsewhere(Local, frozen=True, kw_only=True):
     """As if its jobs ran on other machines."""
 
@@ -177,20 +170,6 @@ def test_a_finished_evaluation_waits_for_no_job_in_the_queue(small):
     Held.waiting += [Job("rollout", "7", 1, "held", "JobHeldUser"), Job("reward", "8", 1, "waiting")]
     assert start.evaluate(small.out, config, detach=False, console=Console())
     assert Held.waiting == []
-
-
-def test_a_look_that_fails_is_told_and_taken_again_until_patience_ends(begun):
-    config = existing.load(begun.out)
-    bar, reader = progress.ProgressBar(begun.out, config, Console(quiet=True)), RunReader(begun.out, config)
-    begun.out.status.write_text("{")
-    try:
-        bar.update(reader.read())
-    finally:
-        begun.out.status.unlink()
-    assert f"a readable run folder: {begun.out.status}: not a StatusReport" in bar.progress.waits_for
-    assert not bar.progress.is_queued
-    bar.update(reader.read())
-    assert "fail" not in bar.progress.waits_for
 
 
 def test_a_role_stuck_at_the_start_leaves_no_job_of_another_role(small, monkeypatch):
@@ -296,23 +275,6 @@ def test_a_dry_run_ends_with_all_that_an_evaluation_would_be_refused_for(small):
     assert not small.out.root.exists()
 
 
-def test_a_dry_run_of_an_existing_evaluation_changes_nothing_of_it(begun):
-    (begun.folder / "model/config.json").write_text(json.dumps(SHAPE))
-    before = listing(begun.out.root)
-    line = [sys.executable, "-m", "hpc_swe.evaluate", "--out", begun.out.root, "--dry-run"]
-    done = subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
-    (begun.folder / "model/config.json").write_text("{}")
-    assert done.returncode == 0, done.stderr
-    assert "samples = 3\n" in done.stdout
-    assert listing(begun.out.root) == before
-
-
-def test_out_alone_continues_in_the_folder_of_the_start(begun, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert start.configured(begun.out, []) == existing.load(begun.out)
-    assert Path.cwd() == ROOT, "relative paths of the evaluation start there"
-
-
 def test_a_comparison_with_what_has_not_finished_is_refused_at_once(begun, tmp_path):
     done = begun.evaluate("--compare", begun.out.root, out=tmp_path / "new")
     assert done.returncode == 3
@@ -321,14 +283,6 @@ def test_a_comparison_with_what_has_not_finished_is_refused_at_once(begun, tmp_p
         in done.stderr
     )
     assert not (tmp_path / "new").exists()
-
-
-def test_brackets_in_what_it_waits_for_do_not_end_the_watch(begun):
-    console = Console(file=io.StringIO(), width=200)
-    watch = progress.ProgressBar(begun.out, existing.load(begun.out), console)
-    watch.bar.update(watch.bar.task_ids[0], description="0 solved; [sandbox] no image in [/shared/me]")
-    console.print(watch.bar.get_renderable())
-    assert "0 solved; [sandbox] no image in [/shared/me]" in console.file.getvalue()
 
 
 def test_weights_that_a_run_may_yet_remove_are_refused(begun, tmp_path):
@@ -356,15 +310,6 @@ def test_the_advised_copy_may_be_evaluated_and_is_known_to_be_trained(small, tmp
     assert results.trained_on(Path(advice[2]), seen) == [task.task_id for task in seen]
 
 
-def test_an_ancestor_that_cannot_be_read_is_told_before_anything_starts(begun, tmp_path):
-    run = RunDir(tmp_path / "run")
-    shutil.copytree(begun.folder / "model", run.weights / "v1")
-    run.config.write_text("{}")
-    done = begun.evaluate("--model", run.weights / "v1", out=tmp_path / "new")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert f"{run.config}, which says what" in done.stderr
-
-
 def test_tasks_beyond_the_last_are_refused_and_too_few_are_reported(begun, tmp_path):
     done = begun.evaluate(*NOBODY, "--detach", "tasks.eval_from=4", out=tmp_path / "new")
     assert done.returncode == 2
@@ -373,14 +318,6 @@ def test_tasks_beyond_the_last_are_refused_and_too_few_are_reported(begun, tmp_p
     some = begun.evaluate(*NOBODY, "--detach", "tasks.eval_from=1", "--tasks", 5, out=tmp_path / "new")
     assert some.returncode == 0, some.stderr
     assert "tasks.eval = 5: [taskset] has 3 of them only" in some.stderr
-
-
-def test_a_file_in_the_place_of_the_folder_is_one_error(begun, tmp_path):
-    (tmp_path / "file").touch()
-    line = [sys.executable, "-m", "hpc_swe.evaluate", "--out", str(tmp_path / "file")]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "no run here" in done.stderr
 
 
 # whole evaluations

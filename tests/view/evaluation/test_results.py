@@ -1,14 +1,11 @@
 """Numbers against brute force, comparisons that are refused, broken tables, and how swebench reads us."""
 
 import json
-import subprocess
-import sys
 from itertools import combinations, product
 
 import msgspec
 import numpy as np
 import pytest
-from rich.console import Console
 
 from hpc_swe.base import intervals
 from hpc_swe.base.errors import ConfigError, CorruptRecord
@@ -17,7 +14,6 @@ from hpc_swe.base.rundir import PROTOCOL, RunDir
 from hpc_swe.base.store import atomic, evals, tasks
 from hpc_swe.base.store.evals import Attempt
 from hpc_swe.config import config as configuration
-from hpc_swe.roles.coordinator import evaluation
 from hpc_swe.tasks.graders.base import GradedPatch
 from hpc_swe.tasks.graders.swebench import Swebench
 from hpc_swe.view.evaluation import results
@@ -87,38 +83,6 @@ def test_an_episode_that_never_came_back_is_failed_and_told_apart():
     assert found.exits == {"submitted": 1, "none": 1}
 
 
-def test_every_table_with_a_solve_rate_counts_infrastructure_failures():
-    lost = Attempt(task_id="a", index=1, sampling="greedy", sample=1, outcome="infra_error", reward=None)
-    some = Finished([*attempts({"a": [1]}), lost], {"a": _task("a")}, {"greedy": Sampling()})
-    whole = finished({"a": [1, 1]})
-    (table,) = results.comparison_parts("base", results.compare(whole, some))
-    text = printed(table)
-    assert "infra failures" in text
-    assert "0 and 1" in text
-    ways = {"greedy": results.decoding(some.attempts, "greedy", Sampling())}
-    summary = results.Summary(
-        name="x",
-        model="m",
-        model_sha256="",
-        url="",
-        history="keep",
-        versions=[],
-        tasks=1,
-        trained_on=[],
-        decodings=ways,
-    )
-    text = printed(next(results.summary_parts(summary)))
-    assert "1 of 2" in text
-    assert "1.000" in text
-    assert evaluation.summary("greedy", some.attempts)["infra/eval/greedy"] == 0.5
-
-
-def printed(table) -> str:
-    console = Console(width=200, record=True)
-    console.print(table)
-    return console.export_text()
-
-
 # comparisons
 
 
@@ -150,13 +114,6 @@ def test_other_tasks_are_refused_unless_the_common_ones_are_asked_for():
         results.compare(finished({"x": [1]}), after, common=True)
 
 
-def test_only_decodings_of_the_same_name_are_compared():
-    before = finished({"a": [0]}, "greedy", "warm")
-    assert list(results.compare(before, finished({"a": [1]}))) == ["greedy"]
-    with pytest.raises(ConfigError, match="no common decoding: greedy, warm there, cold here"):
-        results.compare(before, finished({"a": [1]}, "cold"))
-
-
 def test_tasks_of_the_same_name_and_another_content_are_other_tasks():
     before, after = finished({"a": [0], "b": [1]}), finished({"a": [1], "b": [1]})
     after.tasks["b"] = msgspec.structs.replace(after.tasks["b"], files={"core.py": "another seed"})
@@ -164,13 +121,6 @@ def test_tasks_of_the_same_name_and_another_content_are_other_tasks():
     with pytest.raises(ConfigError, match=told):
         results.compare(before, after)
     assert results.compare(before, after, common=True)["greedy"].tasks == 1
-
-
-def test_a_decoding_that_was_sampled_otherwise_is_said():
-    cold, hot = (finished({"a": [1]}, temperature=t) for t in (0.0, 0.9))
-    table, *told = results.comparison_parts("base", results.compare(cold, hot))
-    assert told == ["greedy was sampled with other settings: temperature 0.0 -> 0.9"]
-    assert len(list(results.comparison_parts("base", results.compare(cold, cold)))) == 1
 
 
 def test_what_is_compared_is_read_from_the_folder_of_a_finished_evaluation(tmp_path):
@@ -219,20 +169,6 @@ def test_a_table_that_cannot_be_used_is_one_error_that_names_it(tmp_path, damage
         path.write_bytes(path.read_bytes()[: 0 if damage == "empty" else -100])
     with pytest.raises(CorruptRecord, match=f"^{path}: "):
         evals.read(path)
-
-
-def test_decodings_of_names_alike_hand_in_a_file_each(tmp_path):
-    run = RunDir(tmp_path / "run")
-    words = ['eval.decodings={"greedy/"={}, greedy_={}}', "eval.samples=1"]
-    config = configuration.read(ROOT / "configs/demo.toml", overrides=words)
-    _publish(run, "hub", [_task("t")])
-    evals.write(
-        run.eval_table("eval"), [a for label in config.eval.decodings for a in attempts({"t": [1]}, label)]
-    )
-    results.write(run, config)
-    assert {path.name for path in run.root.glob("predictions.greedy?*")} == {
-        f"predictions.{label}-0.jsonl" for label in ("greedy", "greedy%2F", "greedy_")
-    }
 
 
 def test_an_infrastructure_failure_is_a_prediction_only_with_a_patch(tmp_path):
@@ -337,27 +273,3 @@ def test_swebench_makes_the_same_report_of_our_predictions_and_logs(tmp_path):
         "success": [],
         "failure": [fails],
     }
-
-
-def test_the_stand_ins_for_docker_are_gone_afterwards():
-    code = (
-        "import sys; from hpc_swe.tasks.graders import _swebench_report as r\n"
-        "with r._reporting() as module: pass\n"
-        "print(module.__name__, *(n for n in sys.modules if 'docker' in n or 'image_builder' in n))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
-    assert done.stdout.split() == ["swebench.harness.reporting"]
-
-
-def test_calls_of_tools_are_counted_per_episode():
-    called = (["view", "pdb", "pdb"], ["view"])
-    rows = [
-        msgspec.structs.replace(row, calls=calls)
-        for row, calls in zip(attempts({"a": [1, 0]}), called, strict=True)
-    ]
-    assert results.decoding(rows, "greedy", Sampling()).calls == {"pdb": 1.0, "view": 1.0}
-
-
-def test_a_table_of_an_earlier_version_is_read_without_its_new_columns(tmp_path):
-    evals.write(tmp_path / "old.parquet", attempts({"a": [1, 0]}), without=["calls"])
-    assert evals.read(tmp_path / "old.parquet") == attempts({"a": [1, 0]})

@@ -74,16 +74,6 @@ def test_a_step_of_a_curve_leads_to_its_episodes_and_back(page):
     shows(page, "curves")
 
 
-def test_the_ticks_of_a_chart_are_round_numbers(page):
-    assert page.ask("roundTicks(0.633, 0.791)") == [0.6, 0.65, 0.7, 0.75, 0.8]
-    assert page.ask("roundTicks(0, 0.0004)") == [0, 0.0001, 0.0002, 0.0003, 0.0004]
-    assert page.ask("roundTicks(5, 5)") == [4.5, 5, 5.5]
-    texts = page.ask(
-        "[...document.querySelectorAll('figure:first-of-type svg text')].map(t => t.textContent)"
-    )
-    assert [text for text in texts if len(text) > 6] == []
-
-
 def test_the_table_is_filtered_and_sorted(page):
     page.click("nav a", 1)
     shows(page, "episodes")
@@ -198,21 +188,3 @@ def test_no_page_is_wider_than_the_window(page, report, width):
     ):
         page.visit(report, place)
         assert page.ask("document.documentElement.scrollWidth") <= width, place
-
-
-def test_answers_are_read_without_a_tokenizer(page, tmp_path):
-    made = RunMaker(tmp_path / "run")
-    made.step(0)
-    (tmp_path / "run-model/tokenizer.json").unlink()
-    write(made.run, tmp_path / "out", WholeEpisodes())
-    page.visit(tmp_path / "out/index.html", "#episode/train-step_000000/0001")
-    assert "tokens are shown as ids" in page.ask("document.getElementById('notes').textContent")
-    assert "I look at the file" in page.ask("document.querySelector('.turn').textContent")
-    page.requests[:] = [url for url in page.requests if not url.startswith((tmp_path / "out").as_uri())]
-
-
-def test_a_huge_line_is_cut_until_a_button_is_pressed(page, report):
-    page.visit(report, "#episode/train-step_000004/0001")
-    assert page.ask("document.querySelector('.message.tool pre').textContent.length") < 21_000
-    page.click(".message.tool button")
-    page.wait("document.querySelector('.message.tool pre').textContent.length === 200000")

@@ -23,7 +23,7 @@ from hpc_swe.models.advantages.grpo import Grpo
 from hpc_swe.roles.coordinator import archive
 from hpc_swe.roles.coordinator.batching.batches import BatchSettings
 from hpc_swe.view.report import curves, episodes, pages
-from hpc_swe.view.report.__main__ import WholeEpisodes, spans, write
+from hpc_swe.view.report.__main__ import WholeEpisodes, write
 from hpc_swe.view.report.index import EpisodeRow, EpisodeTable
 from hpc_swe.view.report.spelling import Speller
 from hpc_swe.view.report.training import BatchRule, Use
@@ -193,13 +193,6 @@ def test_the_texts_of_tokens_join_to_what_was_said(speller, text):
     assert spelled == text.replace("\r", r"\x0d").replace("\x00", r"\x00")
 
 
-def test_a_character_that_a_sample_cut_in_two_is_shown_all_the_same(speller):
-    ids = speller._tokens.encode("\U0001f40d")[:2]
-    words, odd = speller.words([*ids, *speller._tokens.encode("x")])
-    assert len(ids) == 2
-    assert (set(odd), list(words.values())) == ({0, 1}, ["x"])
-
-
 # the pages of a run
 
 
@@ -237,18 +230,6 @@ def test_curves_are_those_of_tensorboard_and_evaluations_have_intervals(made, ou
     assert low < rate["points"][0][1] < high
 
 
-def test_a_step_that_was_logged_twice_is_one_point_and_a_torn_log_is_named(tmp_path):
-    run = RunDir(tmp_path)
-    run.metrics.mkdir()
-    lines = [{"step": 1, "time": t, "values": {"policy/loss": v}} for t, v in ((2.0, 5.0), (1.0, 4.0))]
-    torn = ["not json", '{"step": 2, "ti']
-    run.metric_log("learner-1").write_text("\n".join([*map(json.dumps, lines), *torn]))
-    points, notes = curves.read(run)
-    assert points == {"policy/loss": {1: 5.0}}
-    assert len(notes) == 1
-    assert "learner-1.jsonl: 1 lines" in notes[0]
-
-
 def row(number, step, task="a"):
     return EpisodeRow(
         table=f"t{step}",
@@ -279,13 +260,6 @@ def row(number, step, task="a"):
 )
 def test_the_newest_episodes_and_those_of_the_named_steps_are_whole(choice, chosen):
     assert choice.ids([row(0, 3), row(1, 3, "b"), row(0, 2), row(0, 1)]) == chosen
-
-
-def test_steps_are_numbers_and_intervals():
-    assert spans("12, 20-25") == [(12, 12), (20, 25)]
-    for wrong in ("", "a", "3-", "5-4", "-1"):
-        with pytest.raises(Exception, match="no step"):
-            spans(wrong)
 
 
 # runs that are young, hurt or not there
