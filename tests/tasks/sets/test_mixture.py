@@ -11,7 +11,7 @@ from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.loader import Plugin, dump, load
 from hpc_swe.base.records import Split, Task
 from hpc_swe.config import config as configuration
-from hpc_swe.launch.create import _require_checked
+from hpc_swe.launch.plan import _require_checked
 from hpc_swe.makers.check import wanted
 from hpc_swe.tasks import task_checks
 from hpc_swe.tasks.sets.base import Taskset
