@@ -1,20 +1,20 @@
 """Run the coordinator of one run, in the run's mode: python -m jobs.coordinator RUN."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.metrics import Log
-from hpc_swe.base.records import Role, Sample, ScoredEpisode, Task
+from hpc_swe.base.records import Role, Task
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store import atomic, tasks, trajectories
+from hpc_swe.base.store import tasks, trajectories
 from hpc_swe.config import job_counts
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.launch import demonstrations
 from hpc_swe.models.model_shape import ModelShape
-from hpc_swe.roles.coordinator import archive, sft
+from hpc_swe.roles.coordinator import sft
 from hpc_swe.roles.coordinator.batching.batches import BatchSettings
 from hpc_swe.roles.coordinator.curriculum import TaskPlan, WeightedTasks
 from hpc_swe.roles.coordinator.dispatch import RequestPlan
@@ -41,7 +41,7 @@ def mode(run: RunDir, config: RunConfig, curves: Log) -> Mode:
         if config.sft.source == "trajectories":
             return _trained(run, config, schedule, curves)
         fates = Counter[str]()
-        return sft.WarmStart(run, _samples(config, curves, fates), schedule, curves, fates=fates)
+        return sft.WarmStart(run, demonstrations.samples(config, fates), schedule, curves, fates=fates)
     taken = tasks.read(run.tasks)
     held_out = [task.task_id for task in taken["eval"]][: config.eval.tasks or None]
     every = config.eval.every if config.mode == "grpo" else 0
@@ -90,25 +90,6 @@ def _trained(run: RunDir, config: RunConfig, schedule: sft.SftSchedule, curves: 
     stream = sft.in_passes(sft.of_split(known, "train"), config.seed, config.sft.epochs)
     held_out = [sft.as_sample(each) for each in sft.of_split(known, "eval")]
     return sft.WarmStart(run, map(sft.as_sample, stream), schedule, curves, held_out)
-
-
-def _samples(config: RunConfig, curves: Log, fates: Counter[str]) -> Iterator[Sample | None]:
-    if config.sft.source == "episodes":
-        return sft.from_episodes(
-            _archived(RunDir(Path(config.sft.episodes))),
-            config.batches.train_chains,
-            config.sft.min_reward,
-            config.seed,
-            config.batches.microbatch_tokens,
-            curves,
-        )
-    return demonstrations.samples(config, fates)
-
-
-def _archived(run: RunDir) -> Iterator[ScoredEpisode]:
-    for name in atomic.names(run.archives):
-        if archive.NAME.fullmatch(name):
-            yield from archive.read(run.archives / name)
 
 
 def work(run: RunDir, config: RunConfig) -> None:

@@ -253,12 +253,8 @@ class EvalConfig(Record, frozen=True, kw_only=True):
 class SftConfig(Record, frozen=True, kw_only=True):
     """A run of mode sft takes its samples from this source."""
 
-    source: Literal["demonstrations", "episodes", "trajectories"] = "demonstrations"
-    """The taskset's demonstrations, archived episodes of another run, or files of conversations."""
-    episodes: str = ""
-    """Folder of the run whose archived episodes are trained, when the source is episodes."""
-    min_reward: float = 1.0
-    """Minimum reward of an episode to be trained, when the source is episodes."""
+    source: Literal["demonstrations", "trajectories"] = "demonstrations"
+    """The taskset's demonstrations, or files of conversations; `hpc_swe.export_episodes` makes such files."""
     samples_per_step: Positive = 32
     """Samples per step."""
     trajectories: list[str] = []

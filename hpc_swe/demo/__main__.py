@@ -34,6 +34,7 @@ from hpc_swe.launch import control as run_control
 from hpc_swe.models.model_shape import read_config
 
 MODEL_S = 3600.0  # longest wait for random weights to be written
+EXPORT_S = 1800.0  # longest wait for the rewarded episodes
 IMAGE_S = 1800.0  # longest wait for the image of the sandboxes
 DECODINGS = ("greedy", "sampled")
 STAGES = ("model", "sft", "before", "rejection-sft")
@@ -112,6 +113,14 @@ class Demo:
             watched(name, run, config, 60 * self.stage_minutes)
         return run
 
+    def export(self, run: RunDir) -> Path:
+        """Write the rewarded episodes of a run as rows to train on; return their file."""
+        rows = (self.root / "rewarded.parquet").absolute()
+        words = ["hpc_swe.export_episodes", str(run.root), f"--out={rows}"]
+        if completed(subprocess.Popen([sys.executable, "-m", *words]), EXPORT_S).returncode:
+            raise HpcSweError("hpc_swe.export_episodes failed for the reason above")
+        return rows
+
 
 def run_name(text: str) -> str:
     """Return the name of a GRPO run, for `type=` of an argument; refuse what names no folder of its own."""
@@ -170,7 +179,7 @@ def run(demo: Demo, control: str) -> None:
     before = [] if demo.quick else [demo.stage("before", start, "demo_eval")]
     trained = demo.stage(name, start, *CONTROLS.get(control, []))
     if control == "rejection":
-        source = f'sft.episodes="{trained.root}"'
+        source = f"sft.trajectories=[{json.dumps(str(demo.export(trained)))}]"
         trained = demo.stage("rejection-sft", start, "demo_sft", "demo_rejection", source)
     after = [demo.stage(f"after-{name}", newest(trained), "demo_eval") for _ in before]
     tables_of_evals = [run.eval_table("eval") for run in before + after] or sorted(trained.evals.iterdir())

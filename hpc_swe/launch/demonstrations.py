@@ -27,7 +27,7 @@ def samples(config: RunConfig, fates: Counter[str]) -> Iterator[Sample | None]:
     if preface is None:
         raise ConfigError(
             f"[agent] {type(config.agent).__name__} does not say what its policy is shown; warm-start with "
-            'sft.source = "episodes"'
+            'sft.source = "trajectories"'
         )
     encode = partial(token_builder(config).demonstration, tools=preface.tools)
     shown = sft.with_system_prompt(conversations, preface)

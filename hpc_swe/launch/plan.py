@@ -83,8 +83,6 @@ def take(config: RunConfig) -> Taken:
     """Return what a new run works on; raise ConfigError if it is nothing, or if some cannot be used."""
     if trajectories.is_source(config):
         return Taken({}, trajectories.take(config))
-    if (config.mode, config.sft.source) == ("sft", "episodes"):
-        trajectories.require_same_tokenizer(config)
     return Taken(_take_tasks(config))
 
 

@@ -86,15 +86,6 @@ def tokenizer_digest(run: RunDir) -> str:
     raise ConfigError(f"{run.root}: its tokenizer is gone: {places[0]} has no tokenizer.json; put it back")
 
 
-def require_same_tokenizer(config: RunConfig) -> None:
-    """Raise ConfigError unless archived episodes have the tokens of the model that they will train."""
-    if tokenizer_digest(RunDir(Path(config.sft.episodes))) != Tokens(Path(config.model)).digest:
-        raise ConfigError(
-            f"sft.episodes = {config.sft.episodes!r}: its token ids are of another tokenizer than model = "
-            f"{config.model!r} has; train a model with the same one"
-        )
-
-
 def overview(taken: Sequence[Trajectory]) -> Table:
     """Return a table of what was taken, by split."""
     title = "trajectories, encoded as episodes are recorded"

@@ -1,4 +1,4 @@
-"""Publish batches of demonstrations, of archived episodes with a high reward, or of trajectories.
+"""Publish batches of demonstrations or of trajectories.
 
 consumes      a stream of samples that is the same at every start
 produces      batches/step_n: samples n * size .. (n + 1) * size - 1 of the stream; where a validation is due,
@@ -17,7 +17,6 @@ from itertools import count
 from types import MappingProxyType
 from typing import TypeVar
 
-import msgspec
 import numpy as np
 
 from hpc_swe.agents.loops.base import Preface
@@ -30,7 +29,6 @@ from hpc_swe.base.records import (
     IdArray,
     Message,
     Sample,
-    ScoredEpisode,
     Split,
     id_array,
 )
@@ -39,9 +37,8 @@ from hpc_swe.base.store import checkpoints, folders
 from hpc_swe.base.store.trajectories import Trajectory
 from hpc_swe.roles.coordinator.batching import batch_metrics, batches
 from hpc_swe.roles.coordinator.batching.batches import BatchPlan
-from hpc_swe.roles.coordinator.batching.groups import failure_cause
 from hpc_swe.roles.coordinator.batching.packing import pack_minibatches, token_weights
-from hpc_swe.roles.coordinator.batching.samples import Chains, build_sample, make_samples
+from hpc_swe.roles.coordinator.batching.samples import build_sample
 from hpc_swe.roles.coordinator.dispatch import stable_hash
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
 
@@ -183,30 +180,6 @@ def from_conversations(
         yield _demonstration(f"demonstration-{number:06d}", ids[:end], mask[:end]) if end else None
 
 
-def from_episodes(
-    episodes: Iterable[ScoredEpisode], chains: Chains, least: float, seed: int, limit: int, metrics_log: Log
-) -> Iterator[Sample | None]:
-    """Yield what the policy sampled in episodes with a reward of at least `least`, in endless passes.
-
-    This is rejection sampling. All episodes are read first, and None is yielded after each, so that the
-    caller can do other things in between. Raise ConfigError if no episode has such a reward.
-    """
-    samples: list[Sample] = []
-    changed = dropped = 0
-    for scored in episodes:
-        is_good = not failure_cause(scored) and (scored.score.reward or 0.0) >= least
-        for long in make_samples(scored.episode, 1.0, chains, 0, 0).samples if is_good else ():
-            short = _shortened(long, limit)
-            changed += len(short) < len(long)
-            dropped += not any(short.mask)
-            samples += [short] if any(short.mask) else []
-        yield None
-    metrics_log.write(0, {"sft/cut": changed - dropped, "sft/dropped": dropped})
-    if not samples:
-        raise ConfigError(f"no archived episode has a reward of sft.min_reward = {least} or more; lower it")
-    yield from in_passes(samples, seed)
-
-
 def of_split(trajectories: Iterable[Trajectory], split: Split) -> list[Trajectory]:
     """Return the trajectories of a split that are used, in the order of their files."""
     return [each for each in trajectories if each.split == split and each.is_used]
@@ -239,16 +212,3 @@ def fitting_length(mask: np.ndarray[tuple[int], np.dtype[np.integer]], limit: in
 def _demonstration(name: str, ids: IdArray, mask: np.ndarray[tuple[int], np.dtype[np.integer]]) -> Sample:
     known = (np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32))
     return build_sample(name, ids, known, mask != 0, 1.0)
-
-
-def _shortened(sample: Sample, limit: int) -> Sample:
-    """Cut a sample after its last turn that fits; it is empty when none does."""
-    end = fitting_length(sample.mask_array, limit)
-    return msgspec.structs.replace(
-        sample,
-        mask=sample.mask[:end],
-        token_ids=sample.token_ids[: 4 * end],  # four bytes per token, as in the next ones
-        logprobs=sample.logprobs[: 4 * end],
-        advantages=sample.advantages[: 4 * end],
-        versions=sample.versions[: 4 * end],
-    )

@@ -1,11 +1,9 @@
 """Evaluation, warm start, and the loop around them."""
 
 import itertools
-import os
 import threading
 import time
 from collections import Counter
-from pathlib import Path
 from typing import get_args
 
 import datasets
@@ -13,8 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from hpc_swe.base import records
-from hpc_swe.base.errors import ConfigError, DeadlineError, LostRace, StorageError
+from hpc_swe.base.errors import DeadlineError, LostRace, StorageError
 from hpc_swe.base.metrics import Log
 from hpc_swe.base.records import (
     EndpointTable,
@@ -32,9 +29,8 @@ from hpc_swe.base.store.evals import Attempt
 from hpc_swe.base.store.lease import Lease
 from hpc_swe.base.store.spool import Spool
 from hpc_swe.config.settings import CoordinatorConfig, GroupsConfig, SupervisionConfig
-from hpc_swe.roles.coordinator import archive, sft
+from hpc_swe.roles.coordinator import sft
 from hpc_swe.roles.coordinator.batching import batches
-from hpc_swe.roles.coordinator.dispatch import RequestPlan
 from hpc_swe.roles.coordinator.evaluation import Evaluating, Evaluator, summary
 from hpc_swe.roles.coordinator.loop import Coordinator
 from hpc_swe.roles.coordinator.snapshot import Progress
@@ -288,44 +284,6 @@ def test_a_demonstration_is_cut_at_a_turn_or_left_out_and_counted(run):
     made = list(sft.from_conversations(conversations, encode, 8, fates))
     assert [len(s) for s in made if s] == [8, 4]
     assert fates == {"sft/cut": 1, "sft/dropped": 1}
-
-
-def test_rejection_sampling_trains_the_very_ids_that_were_sampled(run):
-    finish(run)
-    episodes = [s for step in range(STEPS) for s in archive.read(run.archive(step))]
-    solved = [s for s in episodes if s.score.reward == 1.0]
-    first = list(itertools.islice(rejection(episodes), len(solved)))
-    assert {s.episode for s in first} == {s.episode.request.name for s in solved}
-    by_name = {s.episode.request.name: s.episode.turns[0].completion_ids for s in solved}
-    for s in first:
-        assert records.id_array(s.token_ids)[s.mask_array == 1].tobytes() == by_name[s.episode]
-    with pytest.raises(ConfigError, match="sft.min_reward"):
-        next(rejection(episodes, least=2.0))
-
-
-def rejection(episodes, least=1.0, limit=64, log=None):
-    """The samples; before the first one there is a chance to pause after each episode."""
-    stream = sft.from_episodes(episodes, "main", least, 3, limit, log or Log(Path(os.devnull)))
-    assert [next(stream) for _ in episodes] == [None] * len(episodes)
-    return stream
-
-
-def test_rejection_sampling_leaves_out_what_cannot_be_trained(run):
-    """Tokens without log-probabilities, and what is over the budget, which would end the run."""
-    requests = RequestPlan(5, 4, Sampling()).group(0, "ant")
-    good, flawed, twice, long = (result(request, 1.0) for request in requests)  # of 5, 6, 7, 8 tokens
-    (turn,), (bad,) = twice.episode.turns, flawed.episode.turns
-    flawed = changed(flawed, [msgspec.structs.replace(bad, logprobs=b"")])
-    twice = changed(twice, [turn, msgspec.structs.replace(turn, parent=0, routing=b"")])
-    log = Log(run.metric_log("c"))
-    made = list(itertools.islice(rejection([flawed, twice, long, good], limit=7, log=log), 2))
-    assert {sample.episode: len(sample) for sample in made} == {requests[0].name: 5, requests[2].name: 7}
-    assert all(len(s.logprobs) == 4 * len(s.mask) == len(s.versions) for s in made)
-    assert log.recent == {"sft/cut": [1], "sft/dropped": [1]}
-
-
-def changed(scored, turns):
-    return msgspec.structs.replace(scored, episode=msgspec.structs.replace(scored.episode, turns=turns))
 
 
 # the loop

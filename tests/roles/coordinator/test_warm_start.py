@@ -2,18 +2,15 @@
 
 import itertools
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from hpc_swe.agents.loops.base import Reply
 from hpc_swe.agents.sandboxes.process import Process
-from hpc_swe.base.metrics import Log
 from hpc_swe.base.records import Sample, id_array
-from hpc_swe.base.rundir import RunDir
 from hpc_swe.config import config as configuration
 from hpc_swe.config.tokenization import token_builder
-from jobs import coordinator
+from hpc_swe.launch import demonstrations
 from tests.kit.checkout import ROOT
 from tests.kit.toy_model import HERMES, make_model
 
@@ -32,11 +29,9 @@ def read(tmp_path):
     return lambda *words: configuration.read(*files, overrides=[*fixed, *words])
 
 
-def warm_start(config: configuration.RunConfig, folder: Path) -> Sample:
+def warm_start(config: configuration.RunConfig) -> Sample:
     """The first sample."""
-    run = RunDir(folder / "run")
-    run.make()
-    (sample,) = itertools.islice(coordinator._samples(config, Log(run.metric_log("c")), Counter()), 1)
+    (sample,) = itertools.islice(demonstrations.samples(config, Counter()), 1)
     return sample
 
 
@@ -53,5 +48,5 @@ def test_a_demonstration_begins_with_the_prompt_of_an_episode(read, tmp_path, sh
     (task,) = itertools.islice(config.taskset.load("train"), 1)
     with Process().open(task) as sandbox:
         config.agent.solve(task, sandbox, chat)
-    assert id_array(warm_start(config, tmp_path).token_ids)[: len(asked)].tolist() == asked
+    assert id_array(warm_start(config).token_ids)[: len(asked)].tolist() == asked
     assert ("rewrite" in builder.tokens.decode(asked)) is (shown == "true")
