@@ -10,8 +10,8 @@ pytest.importorskip("triton", reason="tests/kit/install_triton.sh installs it")
 from hpc_swe.models.deltas import delta_kernels  # noqa: E402
 from hpc_swe.models.deltas.placing_kernels import MemoryTables, moved, place_all  # noqa: E402
 from hpc_swe.models.deltas.tensor_delta import Changes, Rectangle, encode, integers  # noqa: E402
-from hpc_swe.models.engines._vllm_copies import Copy, LoaderCopies  # noqa: E402
-from hpc_swe.models.engines._vllm_files import Delta  # noqa: E402
+from hpc_swe.models.engines._vllm.copies import Copy, LoaderCopies  # noqa: E402
+from hpc_swe.models.engines._vllm.files import Delta  # noqa: E402
 from tests.kernels.test_deltas import cases, stepped  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

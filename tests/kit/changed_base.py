@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.reload.layerwise import record_metadata_fo
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from hpc_swe.models.deltas.tensor_delta import Digests, text
-from hpc_swe.models.engines import _vllm_worker as worker
+from hpc_swe.models.engines._vllm import worker as worker
 
 OLD = torch.linspace(-1, 1, 4000, dtype=torch.bfloat16).view(40, 100)
 

@@ -23,8 +23,8 @@ from vllm.model_executor.models import qwen2, qwen3_moe  # noqa: F401
 
 from hpc_swe.cluster.processes import free_port
 from hpc_swe.models.deltas.tensor_delta import Digests, encode
-from hpc_swe.models.engines._vllm_copies import LoaderCopies, Patch
-from hpc_swe.models.engines._vllm_files import Delta
+from hpc_swe.models.engines._vllm.copies import LoaderCopies, Patch
+from hpc_swe.models.engines._vllm.files import Delta
 
 SIZE = 2
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.cluster.processes import free_port
-from hpc_swe.models.engines._vllm_environment import TOKEN
+from hpc_swe.models.engines._vllm.environment import TOKEN
 from tests.kit import checkout
 from tests.kit.checkout import ROOT
 from tests.kit.toy import RECIPES, make_repository, row, write_rows

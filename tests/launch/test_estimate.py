@@ -13,7 +13,7 @@ from hpc_swe.config import config as configuration
 from hpc_swe.launch import estimate, preview
 from hpc_swe.launch.plan import RunPlan
 from hpc_swe.models.costs import GIB
-from hpc_swe.models.engines._vllm_memory import cached_token
+from hpc_swe.models.engines._vllm.memory import cached_token
 from hpc_swe.models.engines.vllm import Vllm
 from hpc_swe.models.model_shape import ModelShape
 from hpc_swe.models.policies._megatron.memory import (

@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core")
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
 from hpc_swe.base.errors import ConfigError  # noqa: E402
-from hpc_swe.models.engines._vllm_files import Wanted, read, shapes  # noqa: E402
+from hpc_swe.models.engines._vllm.files import Wanted, read, shapes  # noqa: E402
 from hpc_swe.models.policies._megatron.weights.weights import Snapshot  # noqa: E402
 from hpc_swe.models.weight_files import HEAD, INDEX, SINGLE, locate  # noqa: E402
 
@@ -158,7 +158,7 @@ def test_an_untied_model_may_have_any_head(folder):
 
 def test_an_index_that_changes_after_its_check_is_another_version(folder):
     """It decides which file has which tensor."""
-    from hpc_swe.models.engines._vllm_files import _identities
+    from hpc_swe.models.engines._vllm.files import _identities
 
     before = _identities(folder)
     shutil.copy(folder / INDEX, folder / "kept")

@@ -32,8 +32,8 @@ from hpc_swe.models.engines._answers import (
     Stamp,
     TokenScores,
 )
-from hpc_swe.models.engines._vllm_environment import BACKEND, TOKEN
-from hpc_swe.models.engines._vllm_gate import SAMPLE
+from hpc_swe.models.engines._vllm.environment import BACKEND, TOKEN
+from hpc_swe.models.engines._vllm.gate import SAMPLE
 from hpc_swe.models.engines.vllm import Vllm
 
 SCORE = -1.0  # log-probability of every scored token

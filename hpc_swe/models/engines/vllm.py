@@ -1,6 +1,6 @@
 """Run vLLM: token ids go in and come out, and weights are updated through its weight-transfer API.
 
-Requests use a route of our own (`_vllm_samples`), so that nothing is ever tokenized again and vLLM needs no
+Requests use a route of our own (`_vllm.samples`), so that nothing is ever tokenized again and vLLM needs no
 tokenizer (--tokens-only). An engine that somebody else runs has vLLM's /v1/completions instead. vLLM 0.26
 stamps no versions.
 """
@@ -25,11 +25,15 @@ from hpc_swe.base.loader import Plugin
 from hpc_swe.base.records import FREE, IdArray, ProbeScore, Sampling, WeightVersion
 from hpc_swe.models.builds import Builds, vllm_problem
 from hpc_swe.models.costs import MemoryEstimate
-from hpc_swe.models.engines import _answers, _http, _vllm_environment, _vllm_memory, _vllm_sleep, _vllm_update
+from hpc_swe.models.engines import _answers, _http
 from hpc_swe.models.engines._answers import Answer, decode
-from hpc_swe.models.engines._vllm_environment import BACKEND
-from hpc_swe.models.engines._vllm_gate import SAMPLE
-from hpc_swe.models.engines._vllm_update import UpdateRoutes
+from hpc_swe.models.engines._vllm import environment as vllm_environment
+from hpc_swe.models.engines._vllm import memory as vllm_memory
+from hpc_swe.models.engines._vllm import sleep as vllm_sleep
+from hpc_swe.models.engines._vllm import update as vllm_update
+from hpc_swe.models.engines._vllm.environment import BACKEND
+from hpc_swe.models.engines._vllm.gate import SAMPLE
+from hpc_swe.models.engines._vllm.update import UpdateRoutes
 from hpc_swe.models.engines.base import NEW, Completion, Engine, EngineInfo, Prefix, Weights
 from hpc_swe.models.model_shape import ModelShape
 
@@ -107,9 +111,9 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
             "config-format": "hf",  # "auto" prefers the files of Mistral's own library, as no learner does
             "load-format": "safetensors",
             "scheduling-policy": "priority",
-            "worker-extension-cls": "hpc_swe.models.engines._vllm_worker.WorkerExtension",
+            "worker-extension-cls": "hpc_swe.models.engines._vllm.worker.WorkerExtension",
             "weight-transfer-config": f'{{"backend":"{BACKEND}"}}',
-            "middleware": "hpc_swe.models.engines._vllm_worker.BearerToken",
+            "middleware": "hpc_swe.models.engines._vllm.worker.BearerToken",
         }
         if self.device == "gpu":
             options["gpu-memory-utilization"] = self.gpu_memory_share
@@ -129,7 +133,7 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
 
     def environment(self, token: str) -> dict[str, str]:
         return (
-            _vllm_environment.environment(token, on_cpu=self.device == "cpu", threads=self.threads)
+            vllm_environment.environment(token, on_cpu=self.device == "cpu", threads=self.threads)
             | self.environ
         )
 
@@ -141,7 +145,7 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
         return "" if self.program else vllm_problem(self.device, found)  # a program brings its own packages
 
     def check_model(self, model: Path) -> None:
-        _vllm_memory.check(model, self.tensor_parallel, self.max_model_len)
+        vllm_memory.check(model, self.tensor_parallel, self.max_model_len)
         experts = ModelShape.read(model).experts if self.return_routing else 1
         if not 0 < experts < FREE + 1:
             raise ConfigError(
@@ -151,7 +155,7 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
             raise ConfigError("[engine] return_routing = true needs a GPU: vLLM captures no experts on a CPU")
 
     def memory(self, model: Path, context: int) -> MemoryEstimate:
-        found = _vllm_memory.estimate(
+        found = vllm_memory.estimate(
             ModelShape.read(model),
             self.tensor_parallel,
             4 if self.dtype == "float32" else 2,
@@ -184,10 +188,10 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
         return ["--enable-sleep-mode"] if self.device == "gpu" else []  # a CPU's workers only pause
 
     def sleep(self, url: str, token: str) -> float | None:
-        return _vllm_sleep.sleep(url, token, self.update_timeout_s)
+        return vllm_sleep.sleep(url, token, self.update_timeout_s)
 
     def wake(self, url: str, token: str) -> None:
-        _vllm_sleep.wake(url, token, self.update_timeout_s)
+        vllm_sleep.wake(url, token, self.update_timeout_s)
 
     def inspect(self, url: str, token: str) -> EngineInfo:
         """Read /v1/models and /server_info.
@@ -221,7 +225,7 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
         """
         before, routes = self.stamp(url, token), self._routes(url, token)
         version, probe = weights.version, weights.manifest.probe if weights.manifest else None
-        update, stamp = _vllm_update.describe(weights), before and version.name
+        update, stamp = vllm_update.describe(weights), before and version.name
         try:
             scores = routes.swap(update, stamp, lambda: probe and self._ask(url, token, probe))
         except (NoAnswer, Overdue):
@@ -234,7 +238,7 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
         except (NoAnswer, Overdue):
             raise
         except EngineError:
-            with _vllm_update.ends_engine(f"{url}: the weights before {version.name} are not back"):
+            with vllm_update.ends_engine(f"{url}: the weights before {version.name} are not back"):
                 routes.swap({"path": ""}, before, lambda: None)
                 routes.release()
             raise

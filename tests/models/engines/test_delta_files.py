@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from hpc_swe.base.records import Manifest, WeightVersion
 from hpc_swe.base.store import folders
 from hpc_swe.models.deltas.tensor_delta import Digests, Rectangle, encode, text
-from hpc_swe.models.engines._vllm_copies import Copy, LoaderCopies
-from hpc_swe.models.engines._vllm_files import CPU, Delta, KnownModel, Link, Wanted, parts_of, with_files
-from hpc_swe.models.engines._vllm_update import describe
+from hpc_swe.models.engines._vllm.copies import Copy, LoaderCopies
+from hpc_swe.models.engines._vllm.files import CPU, Delta, KnownModel, Link, Wanted, parts_of, with_files
+from hpc_swe.models.engines._vllm.update import describe
 from hpc_swe.models.engines.base import Weights
 
 OLD = torch.linspace(-1, 1, 4000, dtype=torch.bfloat16).view(40, 100)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from hpc_swe.models.engines._vllm_gate import HELD, HOLD, RELEASE, AnswerGate
+from hpc_swe.models.engines._vllm.gate import HELD, HOLD, RELEASE, AnswerGate
 from hpc_swe.models.engines.base import LOAD
 from tests.kit.waiting import DEADLINE_S
 

@@ -3,7 +3,7 @@
 import pytest
 
 from hpc_swe.models.deltas.tensor_delta import Rectangle, text
-from hpc_swe.models.engines._vllm_parts import JoinedParts
+from hpc_swe.models.engines._vllm.parts import JoinedParts
 
 WHOLES = {"split": Rectangle(0, 0, 4, 6), "replicated": Rectangle(0, 0, 1, 6)}
 NORM = ("replicated", WHOLES["replicated"])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from hpc_swe.models.engines import _answers
-from hpc_swe.models.engines._vllm_gate import SAMPLE
+from hpc_swe.models.engines._vllm.gate import SAMPLE
 from tests.kit.crash import in_child
 from tests.kit.waiting import DEADLINE_S
 
@@ -42,7 +42,7 @@ class Engine:
 
 
 def ask(engine: Engine, messages: "asyncio.Queue[dict[str, Any]]", sent: list[dict[str, Any]]) -> Any:
-    from hpc_swe.models.engines._vllm_samples import SampleRoute
+    from hpc_swe.models.engines._vllm.samples import SampleRoute
 
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
@@ -94,7 +94,7 @@ async def results_of_each_release_become_the_same_answer() -> None:
     """Those of 0.26 name no weights."""
     from vllm.logprobs import FlatLogprobs
 
-    from hpc_swe.models.engines._vllm_samples import _describe
+    from hpc_swe.models.engines._vllm.samples import _describe
 
     scores, prompt = FlatLogprobs(), FlatLogprobs()
     scores.append_fast([7], [-0.5], iter([1]), [None])

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from hpc_swe.base.errors import ConfigError, EngineError
 from hpc_swe.base.records import ProbeScore, Sampling, WeightVersion
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.models.engines._vllm_gate import HOLD, RELEASE, SAMPLE
+from hpc_swe.models.engines._vllm.gate import HOLD, RELEASE, SAMPLE
 from hpc_swe.models.engines.base import LOAD, NEW, Completion, Prefix, Weights
 from hpc_swe.models.engines.vllm import Vllm
 from tests.kit.engine_kit import (

@@ -18,7 +18,7 @@ from hpc_swe.base.errors import ConfigError, EngineError
 from hpc_swe.base.records import ProbeScore, Sampling, WeightVersion
 from hpc_swe.models.engines import _answers
 from hpc_swe.models.engines._answers import Answer, SampleAnswer, TokenScores, to_routing
-from hpc_swe.models.engines._vllm_gate import SAMPLE
+from hpc_swe.models.engines._vllm.gate import SAMPLE
 from hpc_swe.models.engines.base import Prefix
 from hpc_swe.models.engines.vllm import Vllm, probe_distance
 

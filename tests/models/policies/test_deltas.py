@@ -13,7 +13,7 @@ import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from hpc_swe.models.engines._vllm_files import Link, Wanted, build, check_chain, shapes  # noqa: E402
+from hpc_swe.models.engines._vllm.files import Link, Wanted, build, check_chain, shapes  # noqa: E402
 from hpc_swe.models.model_shape import ModelShape  # noqa: E402
 from hpc_swe.models.policies._megatron.memory import learner_memory  # noqa: E402
 from hpc_swe.models.policies.megatron import Megatron  # noqa: E402

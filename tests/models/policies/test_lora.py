@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from hpc_swe.base.records import WeightManifest, WeightVersion  # noqa: E402
 from hpc_swe.base.rundir import RunDir  # noqa: E402
 from hpc_swe.base.store import folders  # noqa: E402
-from hpc_swe.models.engines._vllm_files import Link, Wanted, build, check_chain, shapes  # noqa: E402
-from hpc_swe.models.engines._vllm_update import describe  # noqa: E402
+from hpc_swe.models.engines._vllm.files import Link, Wanted, build, check_chain, shapes  # noqa: E402
+from hpc_swe.models.engines._vllm.update import describe  # noqa: E402
 from hpc_swe.models.engines.base import Weights  # noqa: E402
 from hpc_swe.models.model_shape import ModelShape  # noqa: E402
 from hpc_swe.models.policies._megatron.counts import adapter_parameters  # noqa: E402

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, Qwen2Config  # noqa: E402
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
 
 from hpc_swe.base.errors import ConfigError  # noqa: E402
-from hpc_swe.models.engines._vllm_memory import check  # noqa: E402
+from hpc_swe.models.engines._vllm.memory import check  # noqa: E402
 from hpc_swe.models.policies._megatron.model.frequencies import frequencies  # noqa: E402
 from hpc_swe.models.rope import Rope, longest_context  # noqa: E402
 

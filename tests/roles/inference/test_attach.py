@@ -20,7 +20,7 @@ from hpc_swe.config import config as configuration
 from hpc_swe.config import job_counts
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.launch import control
-from hpc_swe.models.engines._vllm_environment import TOKEN as VARIABLE
+from hpc_swe.models.engines._vllm.environment import TOKEN as VARIABLE
 from hpc_swe.models.engines.scripted import SCORE, Scripted, ScriptedReply
 from hpc_swe.roles.inference.supervisor import free_port
 from hpc_swe.view import engine

@@ -24,7 +24,7 @@ from hpc_swe.base.errors import ConfigError, LostRace, NodeError, StorageError  
 from hpc_swe.base.records import MicroBatch, WeightManifest, WeightVersion  # noqa: E402
 from hpc_swe.base.rundir import RunDir  # noqa: E402
 from hpc_swe.base.store import atomic, folders, stop_signs  # noqa: E402
-from hpc_swe.models.engines._vllm_files import Link, Wanted, build  # noqa: E402
+from hpc_swe.models.engines._vllm.files import Link, Wanted, build  # noqa: E402
 from hpc_swe.roles.learner.publish import take_incarnation  # noqa: E402
 from tests.kit.ranks import launcher, tiny  # noqa: E402
 from tests.kit.ranks.training import STEPS, assert_same, end, make_run, publish, reported, start, weights  # noqa: E402

@@ -33,9 +33,9 @@ from hpc_swe.base.errors import CorruptRecord
 from hpc_swe.base.records import WeightManifest
 from hpc_swe.base.store import folders
 from hpc_swe.cluster.processes import die_with_parent
-from hpc_swe.models.engines._vllm_copies import LoaderCopies, Patches, require_plain
-from hpc_swe.models.engines._vllm_environment import BACKEND, TOKEN
-from hpc_swe.models.engines._vllm_files import (
+from hpc_swe.models.engines._vllm.copies import LoaderCopies, Patches, require_plain
+from hpc_swe.models.engines._vllm.environment import BACKEND, TOKEN
+from hpc_swe.models.engines._vllm.files import (
     Delta,
     KnownModel,
     Link,
@@ -48,8 +48,8 @@ from hpc_swe.models.engines._vllm_files import (
     shapes,
     with_files,
 )
-from hpc_swe.models.engines._vllm_gate import AnswerGate
-from hpc_swe.models.engines._vllm_samples import SampleRoute
+from hpc_swe.models.engines._vllm.gate import AnswerGate
+from hpc_swe.models.engines._vllm.samples import SampleRoute
 from hpc_swe.models.engines.base import FALLBACK
 
 Scope = MutableMapping[str, Any]
@@ -328,7 +328,6 @@ def _write_one_by_one(
 
 
 def _gather(value: T) -> list[T]:
-    """Return the values of all workers that share the model."""
     group = get_tp_group()
     values = [value] * group.world_size
     if group.world_size > 1:

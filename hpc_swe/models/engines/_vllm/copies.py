@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_swe.models.deltas.low_rank import Factors
 from hpc_swe.models.deltas.tensor_delta import Digests, Rectangle, integers
-from hpc_swe.models.engines._vllm_files import BUFFER, Delta, Wanted, own_stream, shards
-from hpc_swe.models.engines._vllm_parts import JoinedParts
+from hpc_swe.models.engines._vllm.files import BUFFER, Delta, Wanted, own_stream, shards
+from hpc_swe.models.engines._vllm.parts import JoinedParts
 
 if TYPE_CHECKING:
     from hpc_swe.models.deltas.placing_kernels import MemoryTables, PlacedDelta
@@ -257,7 +257,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
 
 
 def _derived(model: torch.nn.Module) -> Iterable[str]:
-    """Yield the classes that may derive tensors from weights after loading."""
     methods = [getattr(module, "quant_method", None) for module in model.modules()]
     judged = {id(method) for method in methods}  # those of experts are modules, too
     for module in model.modules():

@@ -21,7 +21,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from hpc_swe.models.engines._answers import SampleAnswer, SampleRequest, TokenScores
-from hpc_swe.models.engines._vllm_gate import SAMPLE, Scope, Send, answer
+from hpc_swe.models.engines._vllm.gate import SAMPLE, Scope, Send, answer
 
 BAD_REQUEST = (ValueError, getattr(exceptions, "VLLMClientError", ValueError))
 """Errors that the request causes; vLLM 0.26 raises ValueError."""

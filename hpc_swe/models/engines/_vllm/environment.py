@@ -17,7 +17,7 @@ def environment(token: str, *, on_cpu: bool, threads: int) -> dict[str, str]:
     the rank of the supervisor among the processes of its job.
     """
     inherited = {name: text for name, text in os.environ.items() if not name.startswith(NOT_INHERITED)}
-    here = str(Path(__file__).parents[3])
+    here = str(Path(__file__).parents[4])
     always = {
         TOKEN: token,
         "PYTHONPATH": os.pathsep.join(filter(None, [here, inherited.get("PYTHONPATH")])),

@@ -16,7 +16,7 @@ from hpc_swe.models.engines.base import LOAD
 
 HOLD, RELEASE = "/hpc_swe/hold", "/hpc_swe/release"
 SAMPLE = "/hpc_swe/sample"
-"""Our own route for samples, see `_vllm_samples`."""
+"""Our own route for samples, see `_vllm.samples`."""
 HELD = (SAMPLE, "/inference/v1/generate", "/v1/completions", "/v1/chat/completions")
 PROBE = b"probe"
 """Query of the requests that compute the probe: nothing keeps their answers back."""

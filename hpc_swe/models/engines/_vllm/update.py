@@ -17,7 +17,8 @@ from typing import TypeVar
 import msgspec
 
 from hpc_swe.base.errors import EngineError, NoAnswer, Overdue
-from hpc_swe.models.engines import _answers, _http, _vllm_gate
+from hpc_swe.models.engines import _answers, _http
+from hpc_swe.models.engines._vllm import gate
 from hpc_swe.models.engines.base import Weights
 
 LOADED = re.compile(r"[^/]+\.safetensors|adapter_config\.json|model\.safetensors\.index\.json")
@@ -78,12 +79,12 @@ class UpdateRoutes:
     def release(self) -> None:
         """Let the engine send the answers that it has kept back since the swap."""
         with contextlib.suppress(_http.Refused):  # somebody runs it with an older release; _hold warned
-            self.call(_vllm_gate.RELEASE)
+            self.call(gate.RELEASE)
 
     def _hold(self) -> None:
         try:
             longest_s = HELD_CALLS * self.timeout_s
-            self.call(f"{_vllm_gate.HOLD}?{longest_s:g}")
+            self.call(f"{gate.HOLD}?{longest_s:g}")
         except _http.Refused as error:
             if error.status != 404:
                 raise
@@ -119,7 +120,7 @@ class UpdateRoutes:
 
 
 def describe(weights: Weights) -> dict[str, object]:
-    """Return what the engine's workers are told about a version; `_vllm_worker.Folder` reads it."""
+    """Return what the engine's workers are told about a version; `worker.Folder` reads it."""
     *parents, update = [_link(each) for each in weights.chain]
     update |= {"parents": parents}
     if weights.manifest:
