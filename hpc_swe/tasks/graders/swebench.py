@@ -5,7 +5,7 @@ interpreter, are left out, unless the reference changes the same file. The tests
 grader first checks that it applies after the agent's patch, since the official script would run without it.
 
 Where our reporter runs (unittest and pytest, `_inside`), the printed output of tests is not trusted. The
-reporter writes a file whose every line is sealed, opens and closes the run, and puts several canary tests
+reporter writes a file whose every line is signed, opens and closes the run, and puts several canary tests
 between the tests. The guard detects changes to unittest and pytest, their plugins, the tests or the reporter;
 these count as cheating unless a run of the base commit shows the same oddity. A patch that resolves the task
 is graded again, also with tests that contradict the first ones (`_changed_tests`), since a patch can lie in

@@ -1,7 +1,7 @@
 """Write a report inside a process that runs hostile code, and verify it outside.
 
 `open_report` and `odd` are a text of the guard, see `guard`; `verified_lines` reads the report outside. Each
-line is sealed with a key of its own, which is made from the key before it. Only the memory of that process
+line is signed with a key of its own, which is made from the key before it. Only the memory of that process
 holds the key, so code that finds it cannot change earlier lines. The text runs under Python 3.6 and later.
 """
 
@@ -12,12 +12,12 @@ import json
 import os
 from typing import Any, Callable  # noqa: UP035
 
-SEAL = 16  # characters before each line
+SIGNATURE = 16  # characters before each line
 KEY = ".key"  # what the name of the file with the key has after that of the report
 
 
 def open_report(path: str) -> Callable[..., None]:
-    """Create the report, one sealed JSON object a line, and return the function that writes a line.
+    """Create the report, one signed JSON object a line, and return the function that writes a line.
 
     Its key is in a file beside it, which is removed: no text or code that stays in the process has it.
     """
@@ -35,9 +35,9 @@ def open_report(path: str) -> Callable[..., None]:
         while waiting and lock.acquire(False):
             try:
                 line = waiting.pop(0).encode()
-                seal = digest(line, key=keys[0], digest_size=8).hexdigest()
+                signature = digest(line, key=keys[0], digest_size=8).hexdigest()
                 keys[0] = digest(b"next", key=keys[0], digest_size=32).digest()
-                write(file, seal.encode() + line + b"\n")
+                write(file, signature.encode() + line + b"\n")
             finally:
                 lock.release()
 
@@ -54,12 +54,12 @@ def odd(guard: Any, what: str, *places: str) -> None:
 
 
 def verified_lines(report: bytes, key: str) -> Any:
-    """Return the report's lines as bytes without their seals; ValueError: one is wrong or out of order."""
+    """Return the report's lines without signatures, as bytes; ValueError: one is wrong or out of order."""
     lines, now = [], key.encode()
     for line in report.splitlines():
-        seal = hashlib.blake2b(line[SEAL:], key=now, digest_size=SEAL // 2).hexdigest().encode()
+        wanted = hashlib.blake2b(line[SIGNATURE:], key=now, digest_size=SIGNATURE // 2).hexdigest().encode()
         now = hashlib.blake2b(b"next", key=now, digest_size=32).digest()
-        if not hmac.compare_digest(seal, line[:SEAL]):
+        if not hmac.compare_digest(wanted, line[:SIGNATURE]):
             raise ValueError("this line is not the reporter's")
-        lines.append(line[SEAL:])
+        lines.append(line[SIGNATURE:])
     return lines

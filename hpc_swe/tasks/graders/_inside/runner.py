@@ -97,7 +97,7 @@ def _joined(kind: str, parts: Iterable[str]) -> str:
 class Recorder:
     """A pytest plugin that records the outcome of every test, including failures of setup and teardown.
 
-    Each record leaves this process at once, sealed. Only reports that pytest itself makes are recorded.
+    Each record leaves this process at once, signed. Only reports that pytest itself makes are recorded.
     """
 
     def __init__(self, tell: Any, files: frozenset[str]) -> None:
