@@ -171,18 +171,21 @@ class Trial:
             return "no_image", str(error), found
         try:
             for _ in range(self.runs):
-                with boundary(EpisodeError, "run tests"), links.kept():
-                    outcomes, why = self.grader.outcomes(task, patch, self.sandboxes)
-                    if not outcomes:
-                        return "does_not_run", _shortened(why), found
-                    after.append(outcomes)
-                    before.append(self.grader.outcomes(task, "", self.sandboxes)[0])
+                outcomes, why = self._outcomes(task, patch)
+                if not outcomes:
+                    return "does_not_run", _shortened(why), found
+                after.append(outcomes)
+                before.append(self._outcomes(task, "")[0])
                 found = sort_tests(before, after)
                 if not found.fail_to_pass:
                     return ("flaky" if found.flaky else "nothing_fails"), ", ".join(found.flaky[:3]), found
         except EpisodeError as error:
             return "host", str(error), found
         return "task", "", found
+
+    def _outcomes(self, task: Task, patch: str) -> tuple[dict[str, str], str]:
+        with boundary(EpisodeError, "run tests"), links.kept():  # others wait for each run, not for a trial
+            return self.grader.outcomes(task, patch, self.sandboxes)
 
     def _row(self, candidate: Candidate) -> Row:
         """Return the row of a candidate, whose lists of tests are not known yet."""
