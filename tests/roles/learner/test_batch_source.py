@@ -49,6 +49,11 @@ def beat(run, number):
     atomic.put(run.status, report)
 
 
+def test_the_next_batch_is_trained_and_no_other(run):
+    publish(run, 3)
+    assert BatchSource(run, 60, 0.01).wait(3).step == 3
+
+
 def test_a_folder_that_cannot_be_read_for_a_while_ends_no_learner(run):
     """Nor is anything taken for an order to end."""
 
@@ -85,9 +90,19 @@ def test_orders_come_before_batches_and_stop_before_drain(run):
     assert source.wait(0) is Order.STOP
 
 
+def test_a_finished_run_needs_no_learner_but_its_last_state(run):
+    publish(run, 0)
+    run.finished.touch()
+    assert BatchSource(run, 60, 0.01).wait(0) is Order.DRAIN
+
+
 def test_a_signal_drains(run):
     publish(run, 0)
     assert BatchSource(run, 60, 0.01, lambda: True).wait(0) is Order.DRAIN
+
+
+def test_a_pulse_ends_the_look_so_that_other_ranks_hear(run):
+    assert BatchSource(run, 60, 0.01, pulse_s=0.05).wait(0) is None
 
 
 def test_the_deadline_names_what_is_awaited_by_it_and_by_the_coordinator(run):
@@ -178,6 +193,17 @@ def test_a_learner_without_checkpoint_starts_only_from_the_first_batch(run):
 
 def test_an_incarnation_is_never_taken_twice(run):
     assert [take_incarnation(run) for _ in range(3)] == [1, 2, 3]
+
+
+def test_a_learner_that_has_a_successor_publishes_nothing_more(run):
+    """Under a number of its own it would outdo its successor's weights."""
+    for number in (1, 2):
+        assert take_incarnation(run) == number
+    old = Publisher(run, OnlyRank(0), 1, "writer", Snapshots())
+    for publication in (old.republish_weights, old.publish_checkpoint, old.publish_weights):
+        with pytest.raises(LostRace, match="a learner has started as 02, and this one is 01"):
+            publication()
+    assert atomic.names(run.incarnations) == ["01", "02"]
 
 
 class Writing(OnlyRank):

@@ -316,6 +316,16 @@ def test_a_retry_after_a_lost_reply_is_a_sibling(run: RunDir, builder: TokenBuil
     assert on.recorder.counts["undelivered"] == 1
 
 
+def test_a_reply_that_turns_out_lost_is_extended_by_nothing(run: RunDir, builder: TokenBuilder) -> None:
+    on = stage(run, builder)
+    exchange = on.recorder.ask(START)
+    on.recorder.deliver(exchange)
+    on.recorder.retract(exchange)
+    on.recorder([*exchange.history, tool("x")])
+    turns = on.recorder.close("")
+    assert [(turn.parent, turn.delivered) for turn in turns] == [(None, False), (None, True)]
+
+
 def test_a_changed_history_starts_a_chain(run: RunDir, builder: TokenBuilder) -> None:
     on = stage(run, builder)
     history = talk(on.recorder, [tool("x")])
