@@ -54,6 +54,18 @@ def test_a_row_becomes_a_task_in_the_order_of_the_file(taskset: Kodcode) -> None
     assert task.tests.fail_to_pass == [], "all tests count that pytest collects"
 
 
+@pytest.mark.parametrize(
+    ("first_message", "said"),
+    [
+        ("statement", STATEMENT),
+        ("directory_tree", "The files of the program:\n  double_code.py\n  test.py"),
+    ],
+)
+def test_the_first_message_says_what_is_configured(taskset: Kodcode, first_message: str, said: str) -> None:
+    task = next(iter(Kodcode(train=taskset.train, first_message=first_message).load("train")))
+    assert task.prompt == said
+
+
 def test_an_entrypoint_names_the_tests_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     files = [{"path": "checks/test_it.py", "content": TESTS}, {"path": "double_code.py", "content": WRONG}]
