@@ -13,7 +13,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -24,18 +24,19 @@ from rich.table import Table
 
 from hpc_swe.agents.sandboxes.base import ImageSandboxes, WatchedSandboxes
 from hpc_swe.base import cli, tables
-from hpc_swe.base.errors import ConfigError, SandboxError, StorageError, boundary
+from hpc_swe.base.errors import ConfigError, StorageError, boundary
 from hpc_swe.base.store import atomic
 from hpc_swe.base.tables import bars, console, say
 from hpc_swe.config import config as configuration
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.makers.bugs import statements
-from hpc_swe.makers.bugs.attempts import VALID, Trier
+from hpc_swe.makers.bugs.attempts import VALID
 from hpc_swe.makers.bugs.mutations import Module, Mutant, chosen
 from hpc_swe.makers.bugs.originals import with_copies
 from hpc_swe.makers.bugs.sources import CodeSource, Search
 from hpc_swe.makers.bugs.surveys import Survey, needed, survey
 from hpc_swe.makers.bugs.trials import TrialPlace
+from hpc_swe.makers.bugs.workers import Attempted, TrierWorkers, attempt
 from hpc_swe.tasks import task_checks
 
 SPLITS = ("train", "validation", "test")
@@ -136,42 +137,40 @@ def candidates(
 class Maker:
     """Try candidates and write each result down."""
 
-    trier: Trier
+    workers: TrierWorkers
     out: Path
     seed: int
     split_by: Literal["function", "module"]
 
-    def run(self, found: Sequence[UntriedBug], limit: int, jobs: int) -> list[Tried]:
+    def run(self, found: Sequence[UntriedBug], limit: int) -> list[Tried]:
         """Try what was not tried, until `limit` tasks are valid (0: all), under a progress bar."""
         path = self.out / TRIED
         task_checks.create(path)
         tried = {one.task_id: one for one in task_checks.journal(path, Tried, REMEDY)}
         todo = [each for each in found if each.task_id not in tried]
         valid = sum(one.verdict == VALID for one in tried.values())
-        with bars() as progress, ThreadPoolExecutor(jobs) as pool:
+        with bars() as progress, self.workers.pool() as pool:
             bar = progress.add_task("mutants", total=len(found), completed=len(found) - len(todo))
             waiting = iter(todo)
-            running = {pool.submit(self._try, each) for each in islice(waiting, 2 * jobs)}
+            running = {self._submit(pool, each): each for each in islice(waiting, 2 * self.workers.jobs)}
             try:
                 while running and not (limit and valid >= limit):
                     future = next(as_completed(running))
-                    running.remove(future)
-                    one = future.result()
+                    one = self._tried(running.pop(future), *future.result())
                     tried[one.task_id] = one
                     task_checks.append(path, one)
                     valid += one.verdict == VALID
                     progress.update(bar, description=f"{valid} valid tasks", advance=1)
-                    running |= {pool.submit(self._try, each) for each in islice(waiting, 1)}
+                    running |= {self._submit(pool, each): each for each in islice(waiting, 1)}
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
         return [tried[each.task_id] for each in found if each.task_id in tried]
 
-    def _try(self, candidate: UntriedBug) -> Tried:
-        arguments = candidate.source, candidate.survey, candidate.mutant, candidate.task_id
-        try:
-            verdict, row = self.trier.attempt(*arguments)
-        except SandboxError:  # the host failed; a second failure ends the command, which can be called again
-            verdict, row = self.trier.attempt(*arguments)
+    @staticmethod
+    def _submit(pool: Executor, one: UntriedBug) -> Future[Attempted]:
+        return pool.submit(attempt, one.source, one.survey, one.mutant, one.task_id)
+
+    def _tried(self, candidate: UntriedBug, verdict: str, row: dict[str, Any]) -> Tried:
         return Tried(
             task_id=candidate.task_id,
             source=candidate.source.name,
@@ -322,9 +321,10 @@ def _make(
     surveys = surveyed(place, sources, arguments.out, arguments.jobs)
     usable = [(source, one) for source, one in zip(sources, surveys, strict=True) if not one.reason]
     found, left_out = candidates(usable, arguments.per_function, arguments.seed)
-    trier = Trier(place, config.grader, arguments.hidden, TIMEOUT_S, arguments.statement)
-    maker = Maker(trier, arguments.out, arguments.seed, arguments.split_by)
-    tried = maker.run(found, arguments.limit, arguments.jobs)
+    how = arguments.image, arguments.workdir, arguments.hidden, TIMEOUT_S, arguments.statement
+    workers = TrierWorkers(arguments.jobs, config, *how)
+    maker = Maker(workers, arguments.out, arguments.seed, arguments.split_by)
+    tried = maker.run(found, arguments.limit)
     counts = write(tried, arguments.out, arguments.limit)
     for reason in search.left_out.values():
         say(f"left out: {reason}")
