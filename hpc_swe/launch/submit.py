@@ -16,7 +16,7 @@ from hpc_swe.base.errors import ConfigError, SchedulerError
 from hpc_swe.base.records import Role, RunManifest
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, checkpoints, orders, skipped, submissions, weights
-from hpc_swe.base.store.submissions import LatestSubmission, Started, Submitted
+from hpc_swe.base.store.submissions import ConfirmedSubmission, LatestSubmission, Submitted
 from hpc_swe.cluster.executors.base import INTERPRETER, Job, Submission, own_environment
 from hpc_swe.config.job_counts import desired, processes
 from hpc_swe.config.settings import RunConfig
@@ -29,8 +29,6 @@ OPEN = ("PENDING", "RUNNING", "REQUEUED", "COMPLETING")
 """States that accounting may still have for jobs that have left the queue."""
 REST_S = 600.0  # seconds for which nothing is submitted for a role that is stuck
 FRESH_S = 300.0  # longest life of what a tick knows of the queue; one question to Slurm may take a minute
-
-History = tuple[int, Submitted, list[Started]]  # number of a submission, its note, and the notes of its jobs
 
 
 @dataclass(frozen=True)
@@ -92,8 +90,8 @@ def decide(wanted: int, jobs: Sequence[Job], newest: LatestSubmission) -> Decisi
 
 
 def failures(
-    histories: Sequence[History], endings: Mapping[str, str] | None, living: Collection[int]
-) -> list[History]:
+    histories: Sequence[ConfirmedSubmission], endings: Mapping[str, str] | None, living: Collection[int]
+) -> list[ConfirmedSubmission]:
     """List the failed ones of the last submissions, newest first, back to the last one that did not fail.
 
     A submission that has left the queue without a note is skipped while accounting may still report it: on a
@@ -103,9 +101,9 @@ def failures(
     `histories` begin with the oldest one. `endings` are accounting's record of submissions that did not note
     their end, None without accounting. The submissions `living` have, or may have, a job in the queue.
     """
-    found: list[History] = []
+    found: list[ConfirmedSubmission] = []
     for history in reversed(histories):
-        has_failed = history[0] not in living and _has_failed(*history[1:], endings)
+        has_failed = history.number not in living and _has_failed(history, endings)
         if has_failed is False:
             break
         if has_failed:
@@ -212,15 +210,14 @@ def _decide_all(
     return newest, queue, decided
 
 
-def _has_failed(
-    submitted: Submitted, started: Sequence[Started], endings: Mapping[str, str] | None
-) -> bool | None:
+def _has_failed(submission: ConfirmedSubmission, endings: Mapping[str, str] | None) -> bool | None:
     """Return None while accounting does not know."""
+    started = submission.started
     if started and all(job.seconds >= 0 for job in started):
         return all(job.code for job in started)  # jobs.run gives up only after its retries
     if endings is None:
         return not started
-    ending = endings.get(submitted.job, "RUNNING")
+    ending = endings.get(submission.note.job, "RUNNING")
     return None if ending.startswith(OPEN) else ending.startswith(FAILED)
 
 
@@ -230,26 +227,25 @@ def _stuck(
     known = {role: submissions.history(run, role, 2 * GENERATIONS) for role in newest}
     histories = {role: history for role, history in known.items() if len(history) >= GENERATIONS}
     silent = [
-        submitted.job
+        each.note.job
         for history in histories.values()
-        for _, submitted, started in history
-        if not started or any(job.seconds < 0 for job in started)
+        for each in history
+        if not each.started or any(job.seconds < 0 for job in each.started)
     ]
     endings = config.executor.endings(silent)
     stuck: dict[Role, str] = {}
     for role, history in histories.items():
         failed = failures(history, endings, _living(role, history, newest[role], queue))
-        last = history[-1][0]  # also when accounting does not know yet what has become of it
+        last = history[-1].number  # also when accounting does not know yet what has become of it
         if len(failed) >= GENERATIONS and submissions.rested_s(run, role, last) < REST_S:
-            _, submitted, started = failed[0]
-            codes = ", ".join(f"exit code {job.code} on {job.host}" for job in started[:3])
-            why = (endings or {}).get(submitted.job) or codes or "no job reported its start"
+            codes = ", ".join(f"exit code {job.code} on {job.host}" for job in failed[0].started[:3])
+            why = (endings or {}).get(failed[0].note.job) or codes or "no job reported its start"
             stuck[role] = f"its last {GENERATIONS} submissions failed ({why}); see {run.logs(role)}"
     return stuck
 
 
 def _living(
-    role: Role, history: Sequence[History], newest: LatestSubmission, queue: Sequence[Job]
+    role: Role, history: Sequence[ConfirmedSubmission], newest: LatestSubmission, queue: Sequence[Job]
 ) -> set[int]:
     """Return the submissions that have a job in the queue, or may have one.
 
@@ -257,7 +253,7 @@ def _living(
     show yet. Jobs of a void submission end without a note.
     """
     seen = newest.number - newest.is_open
-    unseen = {number for number, _, _ in history if number > seen}
+    unseen = {each.number for each in history if each.number > seen}
     return {job.submission for job in queue if job.role == role} | unseen | newest.voided
 
 

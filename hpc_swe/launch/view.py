@@ -12,6 +12,7 @@ from hpc_swe.base.errors import HpcSweError, SchedulerError
 from hpc_swe.base.records import Endpoint, EndpointTable, Role, StatusReport
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, orders, stop_signs, submissions, supervision
+from hpc_swe.base.store.submissions import ConfirmedSubmission
 from hpc_swe.cluster.executors.base import Job
 from hpc_swe.config import job_counts
 from hpc_swe.config.settings import RunConfig
@@ -148,18 +149,18 @@ def _ask(run: RunDir, config: RunConfig) -> Queue:
             continue  # the notes are one file per job
         history = submissions.history(run, role, submit.GENERATIONS)
         if history:
-            submitted[role] = max(0.0, time.time() - history[-1][1].at)
+            submitted[role] = max(0.0, time.time() - history[-1].note.at)
         if running[role] < count and not silence:
             living = {job.submission for job in jobs if job.role == role}
             failures += _failure(run, role, submit.failures(history, None, living))
     return Queue(jobs, silence, submitted, failures)
 
 
-def _failure(run: RunDir, role: Role, failed: Sequence[submit.History]) -> list[str]:
+def _failure(run: RunDir, role: Role, failed: Sequence[ConfirmedSubmission]) -> list[str]:
     """Describe the last failed submission: exit code, host, and the last line of its log."""
     if not failed:
         return []
-    number, submitted, started = failed[0]
+    number, submitted, started = failed[0].number, failed[0].note, failed[0].started
     # logs of a cluster are named by the job, logs of this machine by the submission
     names = [f"{submitted.job.partition(':')[0]}*", f"{number:06d}.log"]
     said = _last_line(run, [path for name in names for path in run.logs(role).glob(name)])

@@ -114,7 +114,7 @@ def test_role_that_nobody_interrupted_was_submitted_once(trained, role, jobs):
     _, run = trained
     taken = {int(name) for name in atomic.names(run.launches / role) if name.isdecimal()}
     kept = {number for number in taken if not run.marked(role, number, submissions.VOID).exists()}
-    noted = [(number, submitted.count) for number, submitted, _ in submissions.history(run, role, len(taken))]
+    noted = [(each.number, each.note.count) for each in submissions.history(run, role, len(taken))]
     assert [(number, count) for number, count in noted if number in kept] == [(max(taken), jobs)]
     assert len(kept) == 1
 

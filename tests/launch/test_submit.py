@@ -15,7 +15,7 @@ from hpc_swe.base.errors import SchedulerError, StorageError
 from hpc_swe.base.records import CheckpointManifest, RunManifest, WeightManifest, WeightVersion
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, folders, skipped, submissions
-from hpc_swe.base.store.submissions import LatestSubmission, Rest, Started, Submitted
+from hpc_swe.base.store.submissions import ConfirmedSubmission, LatestSubmission, Rest, Started, Submitted
 from hpc_swe.cluster.executors.base import INTERPRETER, Job
 from hpc_swe.cluster.executors.slurm import parse_queue
 from hpc_swe.config.settings import LearnerConfig
@@ -123,7 +123,7 @@ def test_failures_in_a_row(said, endings, count):
 
 def histories(said):
     submitted = Submitted(job="7", count=1, host="login", at=0.0)
-    return [(number, submitted, jobs) for number, jobs in enumerate(said)]
+    return [ConfirmedSubmission(number, submitted, jobs) for number, jobs in enumerate(said)]
 
 
 @pytest.fixture

@@ -193,10 +193,7 @@ class Watcher:
         return gone
 
     def _is_refused(self, own: Node | None) -> bool:
-        """Return whether this process could not beat since the last look: others could not either.
-
-        So nobody dies of a file system that is full, however long, while claims and renames still succeed.
-        """
+        """Return whether this process could not beat, as on a full file system: others could not either."""
         before, self._own_beat = self._own_beat, own.beat if own else self._own_beat
         is_refused = bool(self._own) and self._own_beat == before
         if is_refused:

@@ -207,7 +207,7 @@ class Spool(Generic[R]):
         return Claim(self.root, mine, message)
 
     def _counts_as_lost(self, identity: str) -> bool:
-        """Note that a message cannot be read; tell whether others could, and it could not for PATIENCE_S."""
+        """Note that a message cannot be read; return whether others were for PATIENCE_S, and it was not."""
         since, reads = self._refused.setdefault(identity, (time.monotonic(), self._reads))
         if self._reads == reads or time.monotonic() - since < PATIENCE_S:
             return False

@@ -68,6 +68,15 @@ class Rest(Record, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
+class ConfirmedSubmission:
+    """Hold a submission that the scheduler confirmed, and the reports of its jobs."""
+
+    number: int
+    note: Submitted
+    started: list[Started]
+
+
+@dataclass(frozen=True)
 class LatestSubmission:
     """Describe the newest submission of a role; number 0 when there is none."""
 
@@ -94,7 +103,6 @@ def newest(run: RunDir, role: Role) -> LatestSubmission:
 
 
 def _names(run: RunDir, role: Role) -> set[str]:
-    """List what there is of a role's submissions; an archive may have lost the empty folder."""
     try:
         return set(atomic.names(run.launches / role))
     except FileNotFoundError:
@@ -136,10 +144,10 @@ def jobs(run: RunDir, role: Role) -> list[tuple[int, str]]:
     return found
 
 
-def history(run: RunDir, role: Role, last: int) -> list[tuple[int, Submitted, list[Started]]]:
-    """Return the confirmed ones of a role's `last` submissions with the reports of their jobs, by number."""
-    numbers = _numbers(_names(run, role))[-last:]
-    return [(n, found, _reports(run, role, n)) for n in numbers if (found := _confirmed(run, role, n))]
+def history(run: RunDir, role: Role, last: int) -> list[ConfirmedSubmission]:
+    """Return the confirmed ones of a role's `last` submissions, by number."""
+    notes = {number: _confirmed(run, role, number) for number in _numbers(_names(run, role))[-last:]}
+    return [ConfirmedSubmission(n, note, _reports(run, role, n)) for n, note in notes.items() if note]
 
 
 def rested_s(run: RunDir, role: Role, number: int) -> float:

@@ -79,7 +79,6 @@ def _refused(run: RunDir) -> WeightVersion | None:
 
 
 def _kind(run: RunDir, version: WeightVersion) -> Literal["full", "delta", "gone"]:
-    """Return what a version is; one with a damaged manifest loads no better than a delta."""
     try:
         parent = folders.manifest(run.weight(version), WeightManifest).parent
     except FileNotFoundError:  # retention has removed it
