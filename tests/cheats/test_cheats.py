@@ -255,6 +255,11 @@ def test_the_repair_is_paid_whatever_else_the_agent_left_lying_about(grade):
     assert grade(mod__py=RIGHT, **rest).outcome == "resolved"
 
 
+def test_no_change_is_no_submission_and_starts_nothing(grade):
+    score = grade()
+    assert (score.outcome, score.reward) == ("no_submission", 0.0)
+
+
 @pytest.mark.slow
 def test_sleeping_past_the_limit_is_unresolved_after_a_second_try(grade):
     task = msgspec.structs.replace(TASK, tests=msgspec.structs.replace(TASK.tests, timeout_s=1.0))

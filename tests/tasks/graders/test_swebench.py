@@ -95,6 +95,10 @@ def test_the_reference_resolves_and_nothing_does_not(toy_task, sandboxes):
     assert score.passed == toy_task.tests.pass_to_pass
 
 
+def test_an_empty_submission_starts_nothing(toy_task):
+    assert GRADER.grade(toy_task, " \n", Process()).outcome == "no_submission"
+
+
 @pytest.mark.parametrize("submission", [*CHEATS.values(), *QUICK.values()], ids=[*CHEATS, *QUICK])
 def test_no_cheat_is_paid(repository, sandboxes, tmp_path, submission):
     refused(task(tmp_path, "unittest", repository[1]), sandboxes, submission)
