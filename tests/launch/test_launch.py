@@ -14,7 +14,7 @@ from hpc_swe.base.records import RunManifest
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, stop_signs, submissions, supervision, tasks
 from hpc_swe.config import config as configuration
-from hpc_swe.launch import control, create, existing, submit
+from hpc_swe.launch import control, create, existing, plan, submit
 from tests.kit.checkout import ROOT
 from tests.kit.waiting import DEADLINE_S, until
 
@@ -201,6 +201,34 @@ def test_a_start_that_died_making_the_run_delays_the_next_one_only_a_while(tmp_p
     with create.making(run, timeout_s=0.3) as place:
         assert place
     assert list(run.root.iterdir()) == []
+
+
+def test_a_slow_start_taken_for_dead_leaves_the_run_of_another_whole(tmp_path, read):
+    run, config = RunDir(tmp_path / "run"), read()
+    run.root.mkdir()
+    nothing = plan.Taken({})
+
+    def start():
+        with create.making(run) as place:
+            yield
+            create.publish(run, place, config, nothing, "a" * 64)
+
+    slow = start()
+    next(slow)
+    with create.making(run, timeout_s=0.3) as place:
+        create.publish(run, place, config, nothing, "b" * 64)
+    before = {path: path.read_bytes() for path in run.code.rglob("*.py")}
+    with pytest.raises(StorageError, match="another start took this one for dead; start again"):
+        next(slow)
+    assert atomic.get(run.manifest, RunManifest).model_sha256 == "b" * 64
+    assert {path: path.read_bytes() for path in run.code.rglob("*.py")} == before != {}
+
+
+def test_what_another_start_took_away_replaces_nothing(tmp_path):
+    (tmp_path / "code").mkdir()
+    with pytest.raises(FileNotFoundError):
+        create.replace(tmp_path / "gone", tmp_path / "code")
+    assert (tmp_path / "code").is_dir()
 
 
 @pytest.mark.slow
