@@ -68,17 +68,15 @@ def test_a_file_does_not_get_the_number_of_a_closed_output(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "error"),
+    "words",
     [
-        (["--help"], BROKEN_PIPE, ""),
-        (["show", "--help"], BROKEN_PIPE, ""),
-        (["launch", "keys"], BROKEN_PIPE, ""),
-        (["launch", "start", "configs/demo.toml", "model=none", "--dry-run"], 2, "error: model = "),
+        ["--help"],
+        ["show", "--help"],
+        ["launch", "keys"],
+        ["launch", "start", "configs/demo.toml", "model=none", "--dry-run"],
     ],
 )
-def test_a_reader_that_has_left_ends_any_command_with_no_traceback(
-    words: list[str], code: int, error: str
-) -> None:
+def test_a_reader_that_has_left_ends_any_command_with_no_traceback(words: list[str]) -> None:
     line = [sys.executable, "-m", "hpc_swe", *words]
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen(
@@ -88,9 +86,7 @@ def test_a_reader_that_has_left_ends_any_command_with_no_traceback(
         assert command.stderr is not None
         command.stdout.close()
         said = command.stderr.read()
-    assert command.returncode == code
-    assert said.startswith(error)
-    assert said.count("\n") == bool(error)
+    assert (command.returncode, said) == (BROKEN_PIPE, "")
 
 
 def test_the_list_has_every_module_that_is_a_command() -> None:

@@ -20,10 +20,17 @@ WIDE = 160  # width of output that does not go to a terminal
 NARROWEST = 24  # width to which columns of text may shrink
 
 
+class _Screen(Console):
+    """A console whose lost reader ends a command as `cli.command` says; rich exits with 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def screen() -> Console:
     """Return standard output as a console, as wide as the terminal or COLUMNS says."""
     has_width = (sys.stdout and sys.stdout.isatty()) or "COLUMNS" in os.environ
-    return Console(highlight=False, width=None if has_width else WIDE)
+    return _Screen(highlight=False, width=None if has_width else WIDE)
 
 
 console = screen()

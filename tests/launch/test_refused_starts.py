@@ -427,7 +427,7 @@ def test_an_empty_name_is_no_folder_and_no_file(tmp_path, words):
         (["counts.reward=0", "steps=0"], ["counts.reward = 0: a run of mode grpo", "steps = 0"]),
         (
             ["engine.device='gpu'", "executor.gpus={inference=1}"],
-            ["gpus.inference = 1 for 1 jobs, but this machine has 0", VLLM, "gpus asks for 1 GPUs"],
+            [VLLM, "gpus.inference = 1 for 1 jobs, but this machine has 0", "gpus asks for 1 GPUs"],
         ),
         (
             [
@@ -461,9 +461,9 @@ def test_an_empty_name_is_no_folder_and_no_file(tmp_path, words):
         (
             ["hybrid=true", "counts.inference=3", "engine.device='gpu'", "executor.gpus={learner=2}"],
             [
-                "machine has 0",
                 r"needs 3 \(hybrid: counts.inference \* engine.tensor",
                 VLLM,
+                "machine has 0",
                 "asks for 2 GPUs",
             ],
         ),
