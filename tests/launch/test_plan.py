@@ -4,6 +4,8 @@ import sys
 import tomllib
 from itertools import pairwise
 
+import pytest
+
 from hpc_swe.base import loader
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.config import config as configuration
@@ -20,6 +22,7 @@ CARRIERS = (
 """Classes whose objects carry the configuration, or a table of it."""
 
 
+@pytest.mark.slow
 def test_a_configuration_climbs_seldom_on_its_way_to_the_scripts(tmp_path, model, capsys):
     """Each function that is handed it counts at its first call: who reads in that order reads downward."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
