@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.metrics import Log
-from hpc_swe.base.records import Role, Task
+from hpc_swe.base.records import Role, Sampling, Task
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import tasks, trajectories
 from hpc_swe.config import job_counts
@@ -50,7 +50,8 @@ def mode(run: RunDir, config: RunConfig, curves: Log) -> Mode:
     evaluator = Evaluator(run, known, config.eval, config.seed, curves, every, learner.export_every, parts)
     if config.mode == "eval":
         return Evaluating(run, evaluator, config.groups.max_attempts)
-    requests = RequestPlan(config.seed, config.groups.group_size, config.sampling)
+    sampling = Sampling(max_tokens=config.sampling.max_tokens)
+    requests = RequestPlan(config.seed, config.groups.group_size, sampling)
     plan_tasks = partial(TaskPlan, requests, _sources(config, taken["train"]), config.curriculum)
     settings = BatchSettings(
         config.groups,

@@ -11,13 +11,15 @@ from hpc_swe.roles.rollout.sampler import Sampler
 from hpc_swe.roles.rollout.worker import worker
 from jobs import entry
 
+ENGINE_WAIT_S = 600.0  # longest wait for an engine; a completion may take longer while its engine is alive
+
 
 def work(run: RunDir, config: RunConfig) -> None:
     """Make episodes until the run has finished or is ordered to end."""
     config.sandbox.check()
     table = config.rollout
     endpoints = Endpoints(run, config.groups.max_staleness, min(1.0, 2 * table.poll_s))
-    sampler = Sampler(config.engine, endpoints, run.token.read_text(encoding="ascii"), table.engine_wait_s)
+    sampler = Sampler(config.engine, endpoints, run.token.read_text(encoding="ascii"), ENGINE_WAIT_S)
     sandboxes = WatchedSandboxes(config.sandbox)
     resources = RolloutResources(
         tasks={task.task_id: task for found in tasks.read(run.tasks).values() for task in found},

@@ -193,14 +193,11 @@ def printed(command: Sequence[str], silent_s: float) -> Iterator[io.BufferedRead
         raise subprocess.CalledProcessError(code, command)
 
 
-def free_port(host: str = "", wanted: int = 0) -> int:
-    """Return a TCP port of this machine that is free now: `wanted`, or any for 0.
-
-    Raise OSError when the host is not this machine's, or the port is in use.
-    """
+def free_port(host: str = "") -> int:
+    """Return a TCP port of this machine that is free now; raise OSError if the host is another machine."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, wanted))
+        probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 

@@ -21,6 +21,7 @@ from hpc_swe.base import loader, shipped
 from hpc_swe.base.cli import suggestion
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.config import conflicts
+from hpc_swe.config.removed import REMOVED
 from hpc_swe.config.settings import RunConfig
 
 _TYPES = [field.type for field in msgspec.structs.fields(RunConfig)]
@@ -38,8 +39,8 @@ MAY_CHANGE = (
     *("policy.expert_parallel", "policy.sequence_parallel"),
     *("sft.validate_every",),
     *("learner.checkpoint_every", "learner.checkpoint_s", "learner.snapshot_every", "learner.max_skipped"),
-    *("learner.batch_wait_s", "learner.poll_s"),
-    *("rollout.slots", "rollout.poll_s", "rollout.engine_wait_s", "rollout.episode_timeout_s"),
+    "learner.poll_s",
+    *("rollout.slots", "rollout.poll_s", "rollout.episode_timeout_s"),
     *("engine.extra", "engine.environ", "engine.program", "engine.threads", "engine.enforce_eager"),
     *("engine.max_num_seqs", "engine.kv_cache_bytes", "engine.gpu_memory_share", "engine.update_timeout_s"),
 )
@@ -268,13 +269,20 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def _faults(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield each wrong key with what is wrong, table by table."""
+    tree = copy.deepcopy(tree)
+    for key, instead in REMOVED.items():
+        path = key.split(".")
+        is_own_class = ":" in str(at(tree, (path[0], "type")))
+        if at(tree, path) is not None and not is_own_class:
+            yield key, f"{key} was removed in 0.2: {instead}; leave the key out"
+            _remove(tree, path)
     known = {field.name: field for field in msgspec.structs.fields(RunConfig)}
     for name in tree.keys() - known.keys():
         hint = _elsewhere(name) or suggestion(name, known)
         yield name, f"unknown key {name}{hint}; known: {', '.join(known)}"
     for name, field in known.items():
         if name in tree:
-            yield from _faults_of(name, copy.deepcopy(tree[name]), field.type)
+            yield from _faults_of(name, tree[name], field.type)
         elif field.required:
             yield name, f"{name if field.type is str else f'[{name}]'} is missing and has no default"
 

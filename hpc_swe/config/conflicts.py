@@ -16,6 +16,7 @@ from hpc_swe.config.settings import RunConfig
 from hpc_swe.models.policies.base import LossConfig
 
 MOST_STATUS_S = 300.0
+MOST_STALENESS = 8  # steps: older samples seldom teach anything
 MOST_PASSES, MOST_WITH_SQUARE = 4, 9
 """Optimizer steps for a batch that old samples stand, without the square of the log-ratio and with it."""
 REPORT_BYTES = 1_000_000
@@ -45,7 +46,7 @@ def of_new_runs(config: RunConfig) -> Iterator[str]:
     policy, snapshot_every = config.policy, config.learner.snapshot_every
     if snapshot_every > 1 and policy.why_no_deltas:
         yield f"learner.snapshot_every = {snapshot_every} and {policy.why_no_deltas}, or snapshot_every = 1"
-    yield from _wrong_batch_wait(config)
+    yield from _rare_reports(config)
     yield from _unread_reports(config)
     if config.mode != "grpo":
         return
@@ -94,13 +95,11 @@ def doubts(config: RunConfig) -> Iterator[str]:
 
 
 def _too_old(config: RunConfig) -> Iterator[str]:
-    """Yield a message if groups may be older than the net allows."""
-    groups = config.groups
-    if 0 < groups.hard_max_staleness < groups.max_staleness:
+    """Yield a message if groups may be older than any that is known to have taught something."""
+    if (staleness := config.groups.max_staleness) > MOST_STALENESS:
         yield (
-            f"groups.max_staleness = {groups.max_staleness} exceeds groups.hard_max_staleness = "
-            f"{groups.hard_max_staleness}: such old samples seldom teach anything; set the second to 0 to "
-            "train them all the same"
+            f"groups.max_staleness = {staleness} exceeds {MOST_STALENESS}: such old samples seldom teach "
+            "anything; lower it, and learner.export_every if that asks for more"
         )
 
 
@@ -116,21 +115,12 @@ def _shared_memory(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _wrong_batch_wait(config: RunConfig) -> Iterator[str]:
-    """Yield a message if a learner gives up while the coordinator may still repair things, or too late."""
-    stuck_s = max(config.stuck_limits.values()) if config.supervision.stuck_s else 0.0
-    wait_s, batch_wait_s = config.coordinator.wait_s, config.learner.batch_wait_s
-    if config.mode != "eval" and batch_wait_s <= stuck_s + wait_s:
-        yield (
-            f"learner.batch_wait_s = {batch_wait_s:g} must exceed {stuck_s + wait_s:g}: the coordinator "
-            f"restarts what is stuck after up to {stuck_s:g} s (supervision.stuck_s, or twice a worker's "
-            f"time-out), and itself waits coordinator.wait_s = {wait_s:g} s longer"
-        )
+def _rare_reports(config: RunConfig) -> Iterator[str]:
+    """Yield a message if a learner would take the coordinator for absent between two reports."""
     if config.mode != "eval" and (status_s := config.coordinator.status_s) > MOST_STATUS_S:
         yield (
             f"coordinator.status_s = {status_s:g} must not exceed {MOST_STATUS_S:g}: a learner takes a "
-            "coordinator that reports less than once in ten minutes for absent, and would wait for longer "
-            "than learner.batch_wait_s"
+            "coordinator that reports less than once in ten minutes for absent, and would wait too long"
         )
 
 
@@ -143,24 +133,18 @@ def _table(value: object) -> dict[str, float]:
 def _unread_reports(config: RunConfig) -> Iterator[str]:
     """Yield a message if a sandbox does not give back the report of every right program."""
     table = to_builtins(loader.dump(config.sandbox)) if isinstance(config.sandbox, loader.Plugin) else {}
-    sizes = {"": table.get("read_bytes"), "limits.": table.get("limits", {}).get("read_bytes")}
-    for prefix, size in sizes.items():
-        if isinstance(size, int) and size < REPORT_BYTES:
-            yield (
-                f"sandbox.{prefix}read_bytes = {size} is less than {REPORT_BYTES}: a report of tests may be "
-                "so long, and one that is not read counts as a failure of the policy; raise it"
-            )
+    size = table.get("limits", {}).get("read_bytes")
+    if isinstance(size, int) and size < REPORT_BYTES:
+        yield (
+            f"sandbox.limits.read_bytes = {size} is less than {REPORT_BYTES}: a report of tests may be so "
+            "long, and one that is not read counts as a failure of the policy; raise it"
+        )
 
 
 def _contradictions(config: RunConfig) -> Iterator[str]:
     """Yield a message for each rule between several keys that the configuration breaks, by mode first."""
     groups, learner, is_grpo = config.groups, config.learner, config.mode == "grpo"
     chains = (config.rollout.history, config.batches.train_chains)
-    if is_grpo and not config.sampling.is_plain:
-        yield (
-            "[sampling] training must sample the unchanged distribution: temperature = 1, top_p = 1, "
-            "top_k = 0, min_p = 0; put other settings under [eval.decodings]"
-        )
     if is_grpo and groups.max_staleness < learner.export_every - 1:
         yield (
             f"groups.max_staleness = {groups.max_staleness} stops sampling for ever with "

@@ -23,6 +23,7 @@ from hpc_swe.tasks.sets.base import Taskset
 Positive = Annotated[int, Meta(gt=0)]
 Natural = Annotated[int, Meta(ge=0)]
 Duration = Annotated[float, Meta(gt=0)]
+SPARE_S = 3600.0  # how much longer a learner waits for a batch than the coordinator may wait for others
 
 
 class TasksConfig(Record, frozen=True, kw_only=True):
@@ -52,6 +53,13 @@ class TasksConfig(Record, frozen=True, kw_only=True):
         return {"train": train, "eval": held_out}
 
 
+class SamplingConfig(Record, frozen=True, kw_only=True):
+    """Training samples the unchanged distribution: the loss needs the probabilities that were recorded."""
+
+    max_tokens: Positive = 1024
+    """Most tokens of one turn."""
+
+
 class GroupsConfig(Record, frozen=True, kw_only=True):
     """Groups of episodes are sampled, retried and dropped by these rules."""
 
@@ -62,8 +70,6 @@ class GroupsConfig(Record, frozen=True, kw_only=True):
     max_staleness: Natural = 1
     """Batches that may be sampled ahead of the newest exported weights. Groups with a token older than so
     many steps are dropped and counted."""
-    hard_max_staleness: Natural = 8
-    """A start refuses a `max_staleness` above this; 0 is no limit."""
     max_token_staleness: Natural = 0
     """Tokens older than this many steps are masked; 0 is never."""
     straggler_s: Duration = 14400.0
@@ -162,8 +168,6 @@ class RolloutConfig(Record, frozen=True, kw_only=True):
     episode_timeout_s: Duration = 3600.0
     """Maximum wall clock of one episode, not counting waits for an engine; exceeding it is an infrastructure
     failure."""
-    engine_wait_s: Duration = 600.0
-    """Maximum wait for an available engine. A completion may take longer while its engine is alive."""
     context: Positive = 4096
     """Maximum tokens of prompt and completion together."""
     min_tokens: Positive = 16
@@ -193,8 +197,6 @@ class InferenceConfig(Record, frozen=True, kw_only=True):
     url: str = ""
     """Address of an engine that somebody else runs, for example http://host:8000 or https://host/v1; empty
     starts our own. `launch start` reads the engine's key from VLLM_API_KEY."""
-    port: Natural = 0
-    """Port of our engines; 0 is any free port."""
     start_timeout_s: Duration = 600.0
     """Maximum wait until an engine is healthy, after its start and after its connection was lost."""
     hang_s: Duration = 60.0
@@ -224,9 +226,6 @@ class LearnerConfig(Record, frozen=True, kw_only=True):
     max_skipped: Natural = 3
     """Batches in a row that are skipped, and kept in skipped/, because a gradient was not finite; one more is
     an error."""
-    batch_wait_s: Duration = 21600.0
-    """Maximum wait for the next batch, not counting time in which no coordinator is alive. It must be longer
-    than the coordinator's own wait, since a step may take long, and the coordinator knows what is awaited."""
     poll_s: Duration = 0.2
     """Seconds between two checks for the next batch."""
     loss: LossConfig = LossConfig()
@@ -356,7 +355,7 @@ class RunConfig(Record, frozen=True, kw_only=True):
     engine: Engine
     policy: Policy
     executor: Executor
-    sampling: Sampling = Sampling()
+    sampling: SamplingConfig = SamplingConfig()
     groups: GroupsConfig = GroupsConfig()
     curriculum: CurriculumConfig = CurriculumConfig()
     shaping: ShapingConfig = ShapingConfig()
@@ -381,6 +380,11 @@ class RunConfig(Record, frozen=True, kw_only=True):
             limits["rollout"] = max(limits["rollout"], 2 * self.rollout.episode_timeout_s)
             limits["inference"] = max(limits["inference"], 2 * self.inference.start_timeout_s)
         return limits
+
+    @property
+    def batch_wait_s(self) -> float:
+        """Return the seconds that a learner waits for a batch: longer than the coordinator awaits others."""
+        return max(self.stuck_limits.values()) + self.coordinator.wait_s + SPARE_S
 
     @property
     def kept(self) -> list[Kept]:

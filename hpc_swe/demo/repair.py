@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from hpc_swe.base import cli, loader, tables
 from hpc_swe.base.errors import ConfigError, DeadlineError, HpcSweError
-from hpc_swe.base.records import Record
+from hpc_swe.base.records import Record, Sampling
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, evals, weights
 from hpc_swe.base.tables import console, say
@@ -202,7 +202,7 @@ class Repair:
         others = [f"taskset.eval={_text(rows)}", *(["tasks.eval_from=0"] if words else []), *words]
         own = [*others, f"eval.samples={samples}", *start.OWN]
         config = self.config(*own, *start.without_routing(self.config(*own, model=model)), model=model)
-        sampling = replace(config.sampling, temperature=DECODINGS[decoding])
+        sampling = Sampling(temperature=DECODINGS[decoding], max_tokens=config.sampling.max_tokens)
         return replace(config, eval=replace(config.eval, decodings={decoding: sampling}))
 
     def train(self, kind: str, rows: Path) -> RunDir:

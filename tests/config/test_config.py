@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from hpc_swe.agents.loops.tool_agent import ToolAgent
+from hpc_swe.agents.sandboxes.process import READ_BYTES
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.config import config as configuration
 from hpc_swe.config import conflicts
+from hpc_swe.config.removed import REMOVED
 
 GOOD = """
 model = "m"
@@ -32,6 +35,11 @@ type = "megatron"
 [executor]
 type = "local"
 """
+
+
+class OwnAgent(ToolAgent, frozen=True, kw_only=True):
+    port: int = 1
+
 
 OPERATE = [
     "retention.keep_last=5",
@@ -91,7 +99,6 @@ def test_plugin_is_built_from_its_table(read):
         ('by_hand=["rewrd"]', r"by_hand\[0\]: .*'rewrd'; did you mean 'reward'\?"),
         ("eval.decodings.a.temp=1", r"unknown key eval.decodings\[...\].temp; known: temperature"),
         ('agent={type="tool_agent", tools=["vew"]}', r"^override agent.*no type 'vew'; did you mean 'view'"),
-        ("sampling.top_p=0.9", r"\[sampling\] training must sample the unchanged distribution"),
         ("learner.export_every=5", r"groups.max_staleness = 1 .* set it to export_every - 1"),
         ("groups.group_size=1", r"no baseline"),
         ('mode="eval"', r"\[eval.decodings\] is empty"),
@@ -247,16 +254,12 @@ def test_a_decay_without_a_length_of_its_own_ends_with_the_run(read):
     ],
 )
 def test_a_learner_outwaits_the_coordinator_which_restarts_what_is_stuck(read, words, least_s):
-    (found,) = conflicts.of_new_runs(read(GOOD, *words, f"learner.batch_wait_s={least_s}"))
-    assert f"learner.batch_wait_s = {least_s} must exceed {least_s}: the coordinator" in found
-    assert list(conflicts.of_new_runs(read(GOOD, *words, f"learner.batch_wait_s={least_s + 1}"))) == []
+    assert read(GOOD, *words).batch_wait_s > least_s
 
 
-@pytest.mark.parametrize(
-    ("kind", "key"), [("process", "sandbox.read_bytes"), ("apptainer", "sandbox.limits.read_bytes")]
-)
-def test_a_sandbox_gives_back_every_report_that_tests_may_write(read, kind, key):
-    words = (GOOD, f'sandbox.type="{kind}"')
+def test_a_sandbox_gives_back_every_report_that_tests_may_write(read):
+    words, key = (GOOD, 'sandbox.type="apptainer"'), "sandbox.limits.read_bytes"
+    assert READ_BYTES >= conflicts.REPORT_BYTES, "the other sandbox has no key for it"
     (found,) = conflicts.of_new_runs(read(*words, f"{key}={conflicts.REPORT_BYTES - 1}"))
     assert f"{key} = {conflicts.REPORT_BYTES - 1} is less than" in found
     assert list(conflicts.of_new_runs(read(*words, f"{key}={conflicts.REPORT_BYTES}"))) == []
@@ -347,3 +350,16 @@ def test_the_address_of_an_engine_is_read_as_openai_clients_write_it(read, given
 def test_an_address_that_is_none_or_holds_a_secret_is_refused(read, wrong):
     with pytest.raises(ConfigError, match="inference.url"):
         read(GOOD, f'inference.url="{wrong}"')
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_removed_key_is_answered_by_what_holds_instead(read, key):
+    with pytest.raises(ConfigError) as raised:
+        read(GOOD, f"{key}=1")
+    (line,) = str(raised.value).splitlines()
+    assert line == f"override {key}=1: {key} was removed in 0.2: {REMOVED[key]}; leave the key out"
+
+
+def test_a_class_of_ones_own_may_have_a_key_that_others_have_lost(read):
+    own = "agent={type='tests.config.test_config:OwnAgent', port=7}"
+    assert read(GOOD, own).agent.port == 7

@@ -187,7 +187,7 @@ def losses() -> Iterator[str]:
     torch.manual_seed(0)
     tokens = [torch.randn(64, dtype=torch.float64) for _ in range(4)]
     for objective in ("sampler_ratio", "decoupled", "sft", "gspo", "cispo"):
-        for more in ({}, {"dual_clip": 1.5}, {"kl_coefficient": 0.1}):
+        for more in ({}, {"kl_coefficient": 0.1}):
             loss = PolicyObjective(LossConfig(objective=objective, **more))
             yield f"{objective} {more} {_losses(loss, tokens)}"
 

@@ -100,7 +100,7 @@ def test_what_is_not_set_is_as_the_configuration_says(tmp_path: Path, model: Pat
 
 
 def test_an_engine_of_somebody_else_s_is_asked_for_by_its_address(tmp_path: Path, model: Path) -> None:
-    url = f"http://127.0.0.1:{free_port('127.0.0.1', 0)}"
+    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
     words = [*HERE, 'taskset={type="bugs"}', 'grader={type="pytest"}']
     settings = {"VLLM_URL": url, "MODEL": model, "OUTPUT_DIR": tmp_path / "run"}
     done = script("train_swebench.sbatch", *words, check=False, **settings)
@@ -290,7 +290,7 @@ def test_tensorboard_shows_all_runs_of_a_folder_to_this_machine_alone(runs: Path
         run = RunDir(runs / name)
         Log(run.metric_log("test")).write(1, {"loss": 1.0})
         Drawing(run).update()
-    port = free_port("127.0.0.1", 0)
+    port = free_port("127.0.0.1")
     process = subprocess.Popen(
         [ROOT / "sbatch/tensorboard.sh", runs, str(port)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )

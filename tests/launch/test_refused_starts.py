@@ -64,7 +64,7 @@ def read(model):
             ["advantage={type='shuffled', of={type='max_rl'}}", NO_CHARGE, "grader.unresolved_reward=-0.5"],
             "unresolved_reward = -0.5.* or use the advantage grpo",
         ),
-        (["groups.max_staleness=9"], "max_staleness = 9 exceeds groups.hard_max_staleness = 8"),
+        (["groups.max_staleness=9"], "groups.max_staleness = 9 exceeds 8: such old samples"),
         (
             ["policy.recompute='auto'", "executor.share_gpus=true"],
             "an engine takes a part later .* name that value of those whose peaks .*dry-run",

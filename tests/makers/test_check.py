@@ -396,7 +396,7 @@ def test_a_verdict_holds_for_one_image_and_one_grader_only(repository, sandboxes
     checker = Checker(Swebench(), sandboxes, 1, tmp_path)
     verdict = checker.check(one, gold())
     assert checker.is_known(one, gold(), verdict)
-    assert not Checker(Swebench(resolved_reward=2.0), sandboxes, 1, tmp_path).is_known(one, gold(), verdict)
+    assert not Checker(Swebench(unresolved_reward=0.0), sandboxes, 1, tmp_path).is_known(one, gold(), verdict)
     assert not Checker(Swebench(), sandboxes, 2, tmp_path).is_known(one, gold(), verdict), "fewer runs"
     (tmp_path / f"{one.image}.json").write_text('{"sif_sha256": "other"}')
     assert not checker.is_known(one, gold(), verdict), "the image was built again"

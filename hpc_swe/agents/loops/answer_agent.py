@@ -36,6 +36,8 @@ INSTRUCTIONS: dict[Form, str] = {
 }
 """Form of the answer -> system prompt."""
 
+OPTIONS = ("-q", "--tb=short", "--no-header", "-rN")  # of pytest: the failures and their lines, no more
+
 
 class AnswerAgent(Plugin, Agent, frozen=True, kw_only=True):
     """Take the repair out of the policy's reply; ask again while visible tests fail and tries are left."""
@@ -50,8 +52,6 @@ class AnswerAgent(Plugin, Agent, frozen=True, kw_only=True):
     """System message; empty asks for the form in words of our own."""
     timeout_s: float = 30.0
     """Seconds of one run of the visible tests."""
-    options: tuple[str, ...] = ("-q", "--tb=short", "--no-header", "-rN")
-    """Options of pytest for the visible tests."""
     most_chars: int = 2000
     """Characters, from the end, of what the visible tests print."""
 
@@ -163,7 +163,7 @@ class _Episode:
     def _failures(self) -> str:
         """Return what the visible tests print, or nothing if all pass or there are none."""
         agent = self.agent
-        fields = {"timeout_s": agent.timeout_s, "options": agent.options, "most_chars": agent.most_chars}
+        fields = {"timeout_s": agent.timeout_s, "options": OPTIONS, "most_chars": agent.most_chars}
         tests: RunsTests = load("tools", {"type": "evaluate"} | fields)
         if tests.why_not(self.task):
             return ""

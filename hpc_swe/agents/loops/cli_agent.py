@@ -19,6 +19,7 @@ from hpc_swe.base.records import ExitStatus, Message, Task
 
 MODEL = "policy"
 PROMPT = "prompt.txt"
+PORT = 8765  # of the sandbox's loopback, which nobody else uses
 _WRITE_FILES = """
 import json, os
 for path, text in json.loads(FILES).items():
@@ -46,8 +47,6 @@ class CliAgent(Plugin, Agent, frozen=True, kw_only=True):
     """Path below {home} -> text, written before the command runs."""
     home: str = "/tmp/agent"  # noqa: S108 - of the sandbox
     """HOME, outside the work directory: what the program stores there must not become part of the patch."""
-    port: int = 8765
-    """Port of the sandbox's loopback."""
     max_turns: int = 50
     """Replies that the program gets, those of side requests included."""
     timeout_s: float = 1800.0
@@ -68,7 +67,7 @@ class CliAgent(Plugin, Agent, frozen=True, kw_only=True):
 
     def solve(self, task: Task, sandbox: Sandbox, chat: Chat) -> Result:
         started = chat.clock()
-        with chat.serve(sandbox.listen(self.port), self.max_turns) as address:
+        with chat.serve(sandbox.listen(PORT), self.max_turns) as address:
             result = sandbox.run(self._prepare(task, sandbox, address), self.timeout_s, chat.clock)
         output = cut(result.output, self.most_chars)
         if not chat.messages and chat.refusal is None:

@@ -44,6 +44,7 @@ kept = {n: v for n, v in os.environ.items() if not n.startswith(added) and not n
 serve = "import socket; s = socket.socket(fileno=0); p = s.recv(1 << 17).decode(); s.detach(); exec(p)"
 os.execve(sys.executable, [sys.executable, "-I", "-c", serve], kept)
 """
+NICE = 10  # niceness added to every process, so that workers, engines and learners come first
 GRACE_S = 15.0
 """Seconds after which the host enforces a command's time limit, should the sandbox fail to."""
 CLOCK_CHECK_S = 0.2
@@ -72,8 +73,6 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     memory_mb: int = 8192
     """Memory of all processes together, with what the kernel keeps for them, checked four times a second; a
     command that uses more is killed."""
-    nice: int = 10
-    """Niceness added to every process, so that workers, engines and learners come first."""
     disk_mb: int = 512
     """All written files together; they take memory of the job."""
     output_bytes: int = 64_000
@@ -110,7 +109,7 @@ class Container:
                 stderr=self._errors,
                 start_new_session=True,
             )
-        settings = msgspec.structs.asdict(limits) | {"warm_up": warm_up, "mounts": list(mounts)}
+        settings = msgspec.structs.asdict(limits) | {"nice": NICE, "warm_up": warm_up, "mounts": list(mounts)}
         self._channel.settimeout(timeout_s)
         try:
             self._channel.send(PROGRAM)

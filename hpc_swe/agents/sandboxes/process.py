@@ -37,6 +37,8 @@ from hpc_swe.cluster.processes import die_with_parent, kill_and_wait
 
 MARK = "HPC_SWE_SANDBOX"
 """Environment variable of all its processes; a process shows the environment with which it began."""
+OUTPUT_BYTES = 64_000  # bytes of a command's output that are kept
+READ_BYTES = 1_000_000  # largest file that is read: a report of tests may be so long
 SESSION_MARK = "HPC_SWE_SESSION"
 """Environment variable of a session's processes, which go on when a command ends."""
 CLOCK_CHECK_S = 0.2
@@ -52,10 +54,6 @@ class Process(Plugin, Sandboxes, frozen=True, kw_only=True):
 
     scratch: str = ""
     """Folder for work directories; empty means the system's."""
-    output_bytes: int = 64_000
-    """Bytes of a command's output that are kept."""
-    read_bytes: int = 1_000_000
-    """Bytes of a file that are read."""
     threads: int = 1
     """Threads that a numerical library starts in each process (OMP_NUM_THREADS and its like), for agents and
     graders; 0 is one for each core."""
@@ -79,9 +77,9 @@ class Process(Plugin, Sandboxes, frozen=True, kw_only=True):
 
 class _Folder(Tree):
     def __init__(self, folder: str, settings: Process) -> None:
-        super().__init__(os.open(folder, os.O_RDONLY | os.O_DIRECTORY), settings.read_bytes)
+        super().__init__(os.open(folder, os.O_RDONLY | os.O_DIRECTORY), READ_BYTES)
         self._home = folder
-        self._output_bytes = settings.output_bytes
+        self._output_bytes = OUTPUT_BYTES
         self._threads = settings.threads
 
     def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:

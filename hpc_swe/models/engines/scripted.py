@@ -61,20 +61,15 @@ class Scripted(Vllm, frozen=True, kw_only=True):
     device: Literal["gpu", "cpu"] = "cpu"
     replies: str
     """Path of a JSON list of `ScriptedReply`."""
-    plain: bool = False
-    """Serve no routes for updates, as an engine that somebody else runs may do."""
-    update_s: float = 0.0
-    """Seconds that a swap of weights takes."""
-    one_way: bool = False
-    """Fail when the weights before are to be loaded again."""
+    faults: list[str] = []
+    """plain: serve no routes for updates, as an engine that somebody else runs may do. one_way: fail when the
+    weights before are to be loaded again. A number: seconds that a swap of weights takes."""
 
     def command(self, model: Path, host: str, port: int, name: str) -> Sequence[str]:
         if not Path(self.replies).is_file():
             raise ConfigError(f"[engine] replies = {self.replies!r}: no such file")
         words = [host, str(port), self.replies, str(model), str(self.max_model_len)]
-        words += ["plain"] * self.plain + ["one_way"] * self.one_way
-        words += [f"{self.update_s:g}"] * bool(self.update_s)
-        return [sys.executable, "-m", "hpc_swe.models.engines.scripted", *words]
+        return [sys.executable, "-m", "hpc_swe.models.engines.scripted", *words, *self.faults]
 
 
 class _Update(Struct, frozen=True):

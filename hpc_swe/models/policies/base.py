@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Protocol, TypeVar
 
 from msgspec import Meta
 
@@ -44,10 +44,7 @@ class LossConfig(Record, frozen=True, kw_only=True):
     of a sequence whose weights did not change: see the metric ratio/sequence_spread."""
     sequence_clip_high: Annotated[float, Meta(ge=0)] = 4e-4
     """gspo: the ratio of a sequence is clipped above 1 plus this."""
-    dual_clip: Annotated[float, Meta(gt=1)] = 3.0
-    """Largest ratio at which a token of negative advantage, or the KL, still has a gradient. Without this
-    bound, one token whose probability differs between learner and engine can outweigh the rest of a batch.
-    gspo: of a sequence; cispo: of the KL alone, because ratio_cap bounds the rest."""
+    dual_clip: ClassVar[float] = 3.0  # that of the paper, see `ppo` in roles/learner/objectives/base.py
     ratio_cap: Annotated[float, Meta(gt=0)] = 5.0
     """decoupled: the weight pi_prox / mu is clipped above this; cispo: the weight pi / mu."""
     mask_low: Annotated[float, Meta(ge=0)] = 0.0
@@ -83,12 +80,10 @@ class OptimizerConfig(Record, frozen=True, kw_only=True):
     """Share of `decay_steps` over which the rate falls."""
     weight_decay: Annotated[float, Meta(ge=0)] = 0.01
     """Weight decay of matrices, decoupled from the gradient."""
-    beta1: float = 0.9
-    """Decay rate of the running mean of gradients."""
+    beta1: ClassVar[float] = 0.9  # decay rate of the running mean of gradients, as everywhere
     beta2: float = 0.98
     """Decay rate of the running mean of squared gradients."""
-    eps: float = 1e-8
-    """Added to the root of the mean of squared gradients."""
+    eps: ClassVar[float] = 1e-8  # added to the root of the mean of squared gradients
     clip_grad: Annotated[float, Meta(ge=0)] = 1.0
     """Gradients are scaled down to at most this norm; 0 is off."""
     epochs: Annotated[int, Meta(ge=1)] = 1

@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from hpc_swe.base.errors import ConfigError, CorruptRecord, EngineError, NoAnswer, Overdue, StorageError
+from hpc_swe.base.errors import CorruptRecord, EngineError, NoAnswer, Overdue, StorageError
 from hpc_swe.base.records import WeightManifest, WeightVersion
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, folders, weights
@@ -144,7 +144,7 @@ class Supervisor:
         if self.config.url:
             log.info("attaching to %s", self.config.url)
             return ExternalEngine(self.engine, self.config.url, token)
-        port = self._free_port()
+        port = free_port(self.host)
         url = f"http://{self.host}:{port}"
         output = self.run.logs("inference") / f"{self.lease.owner}.engine.log"
         command = [*self.engine.command(folder, self.host, port, self.run.root.name)]
@@ -382,10 +382,3 @@ class Supervisor:
             return False
         self._watcher.look()
         return not self._watcher.live("rollout")  # draining rollout workers still need the engine
-
-    def _free_port(self) -> int:
-        try:
-            return free_port(self.host, self.config.port)
-        except OSError as error:
-            why = f"{self.host} refuses: {error.strerror}; name a free port, or 0"
-            raise ConfigError(f"[inference] port = {self.config.port}: {why}") from error

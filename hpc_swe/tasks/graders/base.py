@@ -103,11 +103,12 @@ class Grader(ABC):
         """Write the benchmark's own report of one attempt at every task below a folder, if there is one."""
 
 
+RESOLVED = 1.0  # reward of an episode that passes all tests: the unit of the other rewards
+
+
 class HiddenTestGrader(Plugin, Grader, frozen=True, kw_only=True):
     """A patch resolves a task when all fail-to-pass and pass-to-pass tests pass."""
 
-    resolved_reward: float = 1.0
-    """Reward of an episode that passes all tests."""
     unresolved_reward: float = -1.0
     """Reward of one that does not."""
     cheated_reward: float = -2.0
@@ -118,7 +119,7 @@ class HiddenTestGrader(Plugin, Grader, frozen=True, kw_only=True):
         self, task: Task, outcome: Outcome, passed: Collection[str], detail: str, seconds: float
     ) -> Score:
         """Make the score of a patch that passed these tests; all other wanted tests failed."""
-        rewards = {"resolved": self.resolved_reward, "cheated": self.cheated_reward}
+        rewards = {"resolved": RESOLVED, "cheated": self.cheated_reward}
         return Score(
             outcome=outcome,
             reward=rewards.get(outcome, self.unresolved_reward),

@@ -20,6 +20,7 @@ from hpc_swe.tasks.sets.base import Taskset
 MODULE = "mod.py"
 VISIBLE = "test_mod.py"
 HIDDEN = "test_hidden.py"
+WORKDIR = "/work"  # folder of the task's files in the sandbox
 SYSTEM = "Fix the bug."
 PROMPT = f"{MODULE} fails {VISIBLE}."
 
@@ -59,8 +60,6 @@ class Bugs(Plugin, Taskset, frozen=True, kw_only=True):
     """Seed of the functions and their bugs."""
     image: str = "python-pytest"
     """Image of the sandbox."""
-    workdir: str = "/work"
-    """Folder of the task's files in the sandbox."""
     timeout_s: float = 30.0
     """Seconds that a task's tests may take."""
     worked: bool = False
@@ -103,7 +102,7 @@ class Bugs(Plugin, Taskset, frozen=True, kw_only=True):
             taskset="bugs",
             prompt=PROMPT,
             image=self.image,
-            workdir=self.workdir,
+            workdir=WORKDIR,
             files={MODULE: bug.source, VISIBLE: files[VISIBLE]},
             tests=TestPlan(
                 command=f"python -m pytest -q {VISIBLE} {HIDDEN}",

@@ -23,6 +23,7 @@ from hpc_swe.tasks.sets._programs import Program, of_columns, read
 from hpc_swe.tasks.sets.base import Taskset
 from hpc_swe.tasks.visible_tests import cut, half, holds_tests, name_of, names_of_tests, split_only_test
 
+WORKDIR = "/work"  # folder of the task's files in the sandbox
 COMMAND = "python -m pytest --tb=short -sq"
 SPLITS: tuple[Split, ...] = ("train", "eval")
 
@@ -40,8 +41,6 @@ class Programs(Plugin, Taskset, frozen=True, kw_only=True):
     """Held-out programs, in the same forms."""
     image: str = "python-pytest"
     """Image of the sandbox."""
-    workdir: str = "/work"
-    """Folder of the task's files in the sandbox."""
     timeout_s: float = 30.0
     """Seconds that all tests of a task may take together."""
     hidden: float = 0.5
@@ -160,7 +159,7 @@ class Programs(Plugin, Taskset, frozen=True, kw_only=True):
             taskset=self.taskset,
             prompt=self._opening(program.statement, files),
             image=self.image,
-            workdir=self.workdir,
+            workdir=WORKDIR,
             absent=program.absent,
             files=files,
             tests=TestPlan(

@@ -11,7 +11,7 @@ from hpc_swe.agents.tools._text.files import count_lines, line_start
 from hpc_swe.agents.tools.base import ToolError
 from tests.kit.debugging import Session, task
 
-MOST = 4_000_000
+MOST = 1_000_000
 TIMES = 8
 """Bytes of memory for a byte of the file; it is read, decoded, cut and written again."""
 TEXTS = {
@@ -31,7 +31,7 @@ CALLS = {
 
 @pytest.fixture
 def sandbox() -> Iterator[Sandbox]:
-    with Process(read_bytes=MOST).open(task()) as opened:
+    with Process().open(task()) as opened:
         yield opened
 
 

@@ -11,6 +11,7 @@ from hpc_swe.models.advantages.grpo import Grpo
 from hpc_swe.models.advantages.max_rl import MaxRl
 from hpc_swe.models.advantages.rloo import Rloo
 from hpc_swe.models.advantages.shuffled import Shuffled
+from hpc_swe.tasks.graders.base import RESOLVED
 from tests.kit.checkout import ROOT
 
 REWARDS = st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=2, max_size=8)
@@ -30,7 +31,7 @@ def test_credit_within_a_group_adds_up_to_nothing(rewards):
 
 def test_one_of_two_resolved_gives_the_advantages_that_system_a_had():
     config = configuration.read(ROOT / "configs/swebench.toml")
-    rewards = [config.grader.resolved_reward, config.grader.unresolved_reward]
+    rewards = [RESOLVED, config.grader.unresolved_reward]
     assert rewards == [1.0, -1.0]
     assert config.groups.group_size == len(rewards)
     assert config.advantage(rewards) == [1.0, -1.0]

@@ -136,7 +136,7 @@ def test_what_another_run_left_in_it_is_not_taken_for_ours(attach, run, somebody
 
 
 def test_a_plain_one_serves_the_model_it_came_up_with(attach, run, somebody) -> None:
-    somebody.start(plain=True)
+    somebody.start(faults=["plain"])
     attach()
     assert await_node(run, is_serving(V0)).url == somebody.url
     assert somebody.stamps() == [], "its route has none, so the cell in nodes/ names its version"
@@ -168,7 +168,7 @@ def test_one_that_comes_back_without_update_routes_serves_no_old_weights(
     await_node(run, is_serving(V1))
     process.send_signal(signal.SIGSTOP)  # between two looks
     somebody.end()
-    somebody.start(plain=True)
+    somebody.start(faults=["plain"])
     process.send_signal(signal.SIGCONT)
     _, log = process.communicate(timeout=600)
     assert process.returncode == EngineError.exit_code
@@ -214,7 +214,7 @@ def key(monkeypatch) -> None:
 
 
 def test_its_key_becomes_the_token_of_the_run_and_is_in_no_configuration(tmp_path, somebody, key) -> None:
-    somebody.start(plain=True)
+    somebody.start(faults=["plain"])
     run = RunDir(tmp_path / "started")
     control.start(run, configured(somebody))
     assert run.token.read_text() == TOKEN
@@ -237,7 +237,7 @@ def test_it_needs_a_supervisor_with_the_coordinator_and_no_inference_job(tmp_pat
 REFUSALS = {
     "no answer": ({}, [], r"no answer"),
     "no updates": (
-        {"plain": True},
+        {"faults": ["plain"]},
         ['mode="grpo"'],
         r"no routes that update.*mode = \"eval\", or start it with .*hpc_swe.engine",
     ),

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -283,7 +282,7 @@ def test_an_engine_that_cannot_return_from_a_refused_version_is_replaced(
     start: Start, run: RunDir, model: Path, engine: Scripted
 ) -> None:
     """It must not answer with the refused weights while its cell names those before."""
-    start(msgspec.structs.replace(engine, one_way=True))
+    start(msgspec.structs.replace(engine, faults=["one_way"]))
     first = await_node(run, is_serving(version(0))).url
     publish(run, model, version(1), probe=WRONG)
     await_node(run, lambda node: node.url not in ("", first))
@@ -317,7 +316,7 @@ def test_a_delta_that_two_engines_died_of_is_refused_and_reported(
 ) -> None:
     """vLLM ends when the digests of what it loaded differ; each new engine would meet the same delta."""
     publish(run, model, version(1), probe=PROBE)
-    process = start(changed=msgspec.structs.replace(engine, update_s=3.0))
+    process = start(changed=msgspec.structs.replace(engine, faults=["3.0"]))
     await_node(run, is_serving(version(1)))
     publish(run, model, version(2), probe=PROBE, parent=version(1))
     for step in (2, 3):  # the second one is lost in a version that builds on the first one's
@@ -368,7 +367,7 @@ def test_a_stopped_engine_is_replaced(
 def test_an_engine_that_stops_in_an_update_is_replaced_and_updated(
     start: Start, run: RunDir, model: Path, engine: Scripted, tmp_path: Path, timeout_s: float
 ) -> None:
-    process = start(changed=msgspec.structs.replace(engine, update_s=2.0, update_timeout_s=timeout_s))
+    process = start(changed=msgspec.structs.replace(engine, faults=["2.0"], update_timeout_s=timeout_s))
     await_node(run, is_serving(version(0)))
     publish(run, model, version(1), probe=PROBE)
     await_node(run, lambda node: node.state == "updating")
@@ -382,7 +381,7 @@ def test_an_engine_that_stops_in_an_update_is_replaced_and_updated(
 def test_many_refusals_in_a_row_start_the_engine_anew_and_are_said(
     start: Start, run: RunDir, model: Path, engine: Scripted
 ) -> None:
-    process = start(changed=msgspec.structs.replace(engine, update_s=0.3))
+    process = start(changed=msgspec.structs.replace(engine, faults=["0.3"]))
     await_node(run, is_serving(version(0)))
     for step in range(1, MAX_REFUSALS + 1):
         publish(run, model, version(step), probe=WRONG)
@@ -464,17 +463,6 @@ def test_drain_waits_for_the_rollout_workers(start: Start, run: RunDir) -> None:
         assert process.poll() is None
         await_node(run, is_serving(version(0)))
     assert process.wait(180) == 0
-
-
-def test_a_busy_port_is_one_clear_error(start: Start) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        process = start(port=port)
-        _, log = process.communicate(timeout=600)
-    assert process.returncode == 2
-    assert f"ConfigError: [inference] port = {port}" in log
 
 
 def test_an_engine_that_never_starts_ends_the_supervisor_and_names_the_log(

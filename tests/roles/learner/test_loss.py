@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import get_args, get_type_hints
+from typing import ClassVar, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -232,7 +232,11 @@ def test_expected_divergence_under_the_sampler_has_the_true_slope():
     pi, mu, ref = (x.log_softmax(-1) for x in (logits, mu, ref))
     zeros = torch.zeros(11, dtype=torch.float64)
     tokens = TrainedTokens(pi, zeros, mu, zeros, mu.exp(), ref)
-    config = LossConfig(kl_coefficient=1.0, dual_clip=1e6, sampler_coefficient=0.0)
+
+    class Unbounded(LossConfig, frozen=True, kw_only=True):
+        dual_clip: ClassVar[float] = 1e6
+
+    config = Unbounded(kl_coefficient=1.0, sampler_coefficient=0.0)
     estimate = PolicyObjective(config)(tokens)[0]
     true = (pi.exp() * (pi - ref)).sum()
     assert estimate.item() == pytest.approx(true.item())

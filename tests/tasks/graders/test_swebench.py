@@ -304,6 +304,6 @@ def test_plain_tasks_and_scripts_without_marks_are_refused(toy_task, sandboxes):
 
 
 def test_rewards_are_as_configured(grade):
-    grader = Swebench(resolved_reward=2.0, unresolved_reward=0.0)
-    assert grade(gold(), grader).reward == 2.0
+    grader = Swebench(unresolved_reward=0.0)
+    assert grade(gold(), grader).reward == 1.0
     assert grade("", grader).reward == 0.0

@@ -88,8 +88,7 @@ def decide(group: Group, step: int, settings: BatchSettings, weight: float = 1.0
             cut = make_samples(s.episode, weight * advantage, chains, step, limits.max_token_staleness)
             episodes.append(cut)
             has_signal |= cut.tokens > 0 and abs(by_reward) > NO_SIGNAL
-    oldest = min(limits.max_staleness, limits.hard_max_staleness or limits.max_staleness)
-    if any((c.staleness > oldest).any() for c in episodes):
+    if any((c.staleness > limits.max_staleness).any() for c in episodes):
         return GroupDecision("too_old", [])
     if limits.resample and not has_signal:
         return GroupDecision("no_signal", [])
