@@ -93,13 +93,15 @@ def _trained(run: RunDir, config: RunConfig, schedule: sft.SftSchedule, curves: 
     return sft.WarmStart(run, map(sft.as_sample, stream), schedule, curves, held_out)
 
 
+MAX_LOSSES = 10  # expired leases of one message before it moves to dead/: its workers die of it
+
+
 def work(run: RunDir, config: RunConfig) -> None:
     """Work until the run has finished or is ordered to end."""
     with entry.lease(run, config, "coordinator") as lease:
         lease.publish(state="ready")
         curves = Log(run.metric_log(lease.owner))
-        most = config.groups.max_losses
-        maintenance = Maintenance(run, config.retention, config.lease, most, own=lease.owner)
+        maintenance = Maintenance(run, config.retention, config.lease, MAX_LOSSES, own=lease.owner)
         make = partial(mode, run, config, curves)
         desired = job_counts.desired(config)
         limits, beat_s = _limits(run, config), config.lease.beat_s

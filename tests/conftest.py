@@ -39,8 +39,7 @@ SMALL = [
     "rollout.slots=8",
     "lease.beat_s=0.5",
     "lease.ttl_s=8.0",
-    "coordinator.poll_s=0.3",
-    "coordinator.status_s=0.5",
+    "coordinator.poll_s=0.2",
 ]
 
 

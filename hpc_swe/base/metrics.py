@@ -48,7 +48,6 @@ METRICS = {
     "curriculum/settled": "share of the tasks with a group so far that all or no episodes resolve",
     "staleness/mean": "batch step minus version step, mean over sampled tokens",
     "staleness/max": "batch step minus version step, largest over sampled tokens",
-    "staleness/masked_share": "share of tokens masked because of their age",
     "episodes/samples": "token sequences per finished episode, trained or not; above 1 when prompts do not "
     "extend each other",
     "episodes/turns": "turns per episode",

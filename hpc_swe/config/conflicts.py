@@ -15,7 +15,6 @@ from hpc_swe.cluster.executors.base import SINGLETON_ROLES
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.models.policies.base import LossConfig
 
-MOST_STATUS_S = 300.0
 MOST_STALENESS = 8  # steps: older samples seldom teach anything
 MOST_PASSES, MOST_WITH_SQUARE = 4, 9
 """Optimizer steps for a batch that old samples stand, without the square of the log-ratio and with it."""
@@ -46,7 +45,6 @@ def of_new_runs(config: RunConfig) -> Iterator[str]:
     policy, snapshot_every = config.policy, config.learner.snapshot_every
     if snapshot_every > 1 and policy.why_no_deltas:
         yield f"learner.snapshot_every = {snapshot_every} and {policy.why_no_deltas}, or snapshot_every = 1"
-    yield from _rare_reports(config)
     yield from _unread_reports(config)
     if config.mode != "grpo":
         return
@@ -112,15 +110,6 @@ def _shared_memory(config: RunConfig) -> Iterator[str]:
             'policy.recompute = "auto" fills the memory that is free when the learner starts, of which an '
             "engine takes a part later with executor.share_gpus = true; name that value of those whose peaks "
             "`launch start --dry-run` lists now which leaves room for the engine"
-        )
-
-
-def _rare_reports(config: RunConfig) -> Iterator[str]:
-    """Yield a message if a learner would take the coordinator for absent between two reports."""
-    if config.mode != "eval" and (status_s := config.coordinator.status_s) > MOST_STATUS_S:
-        yield (
-            f"coordinator.status_s = {status_s:g} must not exceed {MOST_STATUS_S:g}: a learner takes a "
-            "coordinator that reports less than once in ten minutes for absent, and would wait too long"
         )
 
 

@@ -70,15 +70,11 @@ class GroupsConfig(Record, frozen=True, kw_only=True):
     max_staleness: Natural = 1
     """Batches that may be sampled ahead of the newest exported weights. Groups with a token older than so
     many steps are dropped and counted."""
-    max_token_staleness: Natural = 0
-    """Tokens older than this many steps are masked; 0 is never."""
     straggler_s: Duration = 14400.0
     """When each unfinished member of a group has been worked on for longer than this, not counting time
     without an engine, the group trains with its finished members if it has two, and is dropped otherwise."""
     max_attempts: Positive = 3
     """Infrastructure failures of one episode before its member is closed without reward."""
-    max_losses: Positive = 10
-    """Expired leases of one message before it moves to dead/."""
     resample: bool = True
     """Replace groups without signal by others; false trains them on their penalties alone."""
 
@@ -101,9 +97,7 @@ class BatchesConfig(Record, frozen=True, kw_only=True):
 
     aggregate: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"] = "token_mean"
     """How the losses of tokens are averaged: over all tokens of the batch; as a mean or a sum over each
-    episode, then over episodes; or as a sum over each episode divided by `constant_length`."""
-    constant_length: Positive = 1024
-    """Denominator per episode of ``constant``, in tokens."""
+    episode, then over episodes; or as a sum over each episode divided by 1,024."""
     overlong: Literal["train", "mask_loss", "drop_from_baseline"] = "train"
     """How an episode counts that its turns or its context cut off: fully; in the baseline but not in the
     loss; not at all. One that used up the time of its tools is always trained: a policy could wait on
@@ -149,13 +143,17 @@ class RetentionConfig(Record, frozen=True, kw_only=True):
 class CoordinatorConfig(Record, frozen=True, kw_only=True):
     """The coordinator's loop is timed by these settings."""
 
-    poll_s: Duration = 1.0
-    """Seconds between two iterations."""
-    status_s: Duration = 5.0
-    """Seconds between two reports for `status`."""
+    poll_s: Annotated[float, Meta(gt=0, le=60)] = 1.0
+    """Seconds between two iterations; every fifth reports for `status`. A learner takes a coordinator that is
+    silent for ten minutes for absent."""
     wait_s: Duration = 3600.0
     """Maximum wait without progress, beyond the limit after which supervision restarts a part, before the
     coordinator fails with a message. Time in which a role that is awaited has no process does not count."""
+
+    @property
+    def status_s(self) -> float:
+        """Return the seconds between two reports for `status`."""
+        return 5 * self.poll_s
 
 
 class RolloutConfig(Record, frozen=True, kw_only=True):

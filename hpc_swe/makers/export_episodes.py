@@ -94,7 +94,7 @@ class RunExport:
 
     def rows(self, scored: ScoredEpisode) -> list[Row]:
         """Return a row for each token sequence that training would make of the episode."""
-        made = make_samples(scored.episode, 1.0, self.config.batches.train_chains, 0, 0)
+        made = make_samples(scored.episode, 1.0, self.config.batches.train_chains, 0)
         return [self._row(scored, sample) for sample in made.samples if any(sample.mask)]
 
     def _row(self, scored: ScoredEpisode, sample: Sample) -> Row:

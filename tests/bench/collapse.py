@@ -221,7 +221,7 @@ def minibatches(
     """Return the episodes of each optimizer step of a pass, with the numbers [n] of their tokens."""
     trained, found = with_advantages(episodes), []
     counts = [sum(episode.sampled) for episode, _ in trained]
-    weights = token_weights(counts, "token_mean", 1)
+    weights = token_weights(counts, "token_mean")
     for part in split(batch, len(trained), recipe.optimizer.minibatches) if trained else ():
         chosen, repeats = [trained[i][0] for i in part], torch.tensor([counts[i] for i in part])
         columns = {

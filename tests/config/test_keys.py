@@ -23,10 +23,10 @@ def test_every_key_says_what_it_means():
 
 
 def test_keys_are_listed_by_prefix_with_type_default_and_meaning():
-    done = listed("groups.max_l")
+    done = listed("groups.max_a")
     assert done.stdout == (
-        "groups.max_losses: int > 0, default 10\n"
-        "    Expired leases of one message before it moves to dead/.\n"
+        "groups.max_attempts: int > 0, default 3\n"
+        "    Infrastructure failures of one episode before its member is closed without reward.\n"
     )
 
 

@@ -149,7 +149,7 @@ def sampled(members: Iterable[ScoredEpisode], config: RunConfig) -> Tokens:
             batches.overlong != "train" and scored.episode.exit_status.is_overlong
         ):
             continue
-        for sample in make_samples(scored.episode, 1.0, batches.train_chains, 0, 0).samples:
+        for sample in make_samples(scored.episode, 1.0, batches.train_chains, 0).samples:
             found[sample.token_ids, sample.mask, sample.logprobs] += 1
     return found
 

@@ -276,7 +276,7 @@ def is_serving(version: WeightVersion) -> Callable[[Node], bool]:
 @contextlib.contextmanager
 def serving(engine: Vllm, model: Path, log: Path, version: WeightVersion = V0) -> Iterator[str]:
     """Run the engine itself, without a supervisor, and yield its URL once it serves a version."""
-    url = f"http://127.0.0.1:{(port := free_port('127.0.0.1', 0))}"
+    url = f"http://127.0.0.1:{(port := free_port('127.0.0.1'))}"
     child = Child(engine.command(model, "127.0.0.1", port, "test"), engine.environment(TOKEN), log)
     try:
         deadline = time.monotonic() + 900

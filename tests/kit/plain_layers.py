@@ -31,7 +31,7 @@ def main(folder: str) -> None:
         model=folder, dtype="float32", enforce_eager=True, skip_tokenizer_init=True
     ).create_engine_config()
     with set_current_vllm_config(config):
-        port = free_port("127.0.0.1", 0)
+        port = free_port("127.0.0.1")
         init_distributed_environment(1, 0, f"tcp://127.0.0.1:{port}", 0, "gloo")
         initialize_model_parallel(1)
         model = initialize_model(vllm_config=config)

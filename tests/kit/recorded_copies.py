@@ -93,7 +93,7 @@ def check(rank: int, port: int, folder: Path) -> None:
 def main() -> None:
     fork = multiprocessing.get_context("fork")
     for folder in map(Path, sys.argv[1:]):
-        port = free_port("127.0.0.1", 0)
+        port = free_port("127.0.0.1")
         os.environ["VLLM_DIST_IDENT"] = str(port)
         ranks = [fork.Process(target=check, args=(rank, port, folder)) for rank in range(SIZE)]
         for rank in ranks:

@@ -150,7 +150,7 @@ counts = {{ inference = 1, rollout = 1, reward = 1 }}
 tasks = {{ train = 1, eval = 0 }}
 executor = {{ type = "local" }}
 lease = {{ beat_s = 0.5, ttl_s = 20.0 }}
-coordinator = {{ poll_s = 0.3, status_s = 0.5 }}
+coordinator = {{ poll_s = 0.2 }}
 eval = {{ every = 0 }}
 groups = {{ group_size = 2, groups_per_step = 1, max_attempts = 1 }}
 batches = {{ microbatch_tokens = {context} }}

@@ -65,7 +65,6 @@ class Small:
             "eval.samples=2",
             "eval.decodings.greedy={temperature=0.0, max_tokens=300}",
             "coordinator.poll_s=0.2",
-            "coordinator.status_s=0.3",
             "lease={beat_s=0.5, ttl_s=20.0}",
         ]
 
@@ -99,7 +98,7 @@ class Small:
     @contextmanager
     def served(self, key: str) -> Iterator[str]:
         """The engine as somebody else's, without routes for updates; its address."""
-        port = free_port("127.0.0.1", 0)
+        port = free_port("127.0.0.1")
         words = ["127.0.0.1", port, self.folder / "replies.json", self.folder / "model", 8192, "plain"]
         line = [sys.executable, "-m", "hpc_swe.models.engines.scripted", *map(str, words)]
         child = subprocess.Popen(line, cwd=ROOT, env={**os.environ, TOKEN: key})

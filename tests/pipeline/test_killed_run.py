@@ -101,7 +101,7 @@ def test_the_books_of_the_run_are_right(books, promise):
 def test_masked_tokens_are_exactly_the_completions_in_order(episodes):
     for scored in episodes.values():
         turns = scored.episode.turns
-        for sample in make_samples(scored.episode, 1.0, "main", 0, 0).samples:
+        for sample in make_samples(scored.episode, 1.0, "main", 0).samples:
             picked = id_array(sample.token_ids)[sample.mask_array == 1]
             assert picked.tolist() == [token for turn in turns for token in turn.completion.tolist()]
             versions = id_array(sample.versions)[sample.mask_array == 1].tolist()

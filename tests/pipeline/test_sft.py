@@ -79,7 +79,7 @@ def configured(folder: Path, *more: str) -> RunConfig:
         "learner={checkpoint_every=1000, export_every=1000}",
         "learner.optimizer={lr=3e-3}",
         "lease={beat_s=0.5, ttl_s=20.0}",
-        "coordinator={poll_s=0.2, status_s=0.3}",
+        "coordinator={poll_s=0.2}",
     ]
     demo = [ROOT / "configs/demo.toml", ROOT / "configs/demo_sft.toml"]
     return configuration.read(*demo, overrides=[*more, *words])

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 
@@ -63,8 +64,7 @@ class Apptainer(Plugin, ImageSandboxes, frozen=True, kw_only=True):
     """Folders, or squashfs files, that sandboxes see read-only: ``.cache/agents/qwen-code:/opt/agent``."""
     python: str = "python3"
     """Interpreter in the image that serves the host and runs `Sandbox.python`."""
-    warm_up: str = WARM_UP
-    """Program that runs once per container; every sandbox starts with the program's imports done."""
+    warm_up: ClassVar[str] = WARM_UP  # runs once per container; every sandbox starts with its imports done
     executable: str = "apptainer"
     """Name or path of Apptainer."""
 

@@ -141,7 +141,7 @@ class WarmStart:
 
     def _pack(self, samples: Sequence[Sample], minibatches: int) -> list[Batch]:
         tokens = [int(sample.mask_array.sum()) for sample in samples]
-        weights, schedule = token_weights(tokens, "token_mean", 1), self._schedule
+        weights, schedule = token_weights(tokens, "token_mean"), self._schedule
         weighted = [[pair] for pair in zip(samples, weights, strict=True)]
         budget, ranks = schedule.microbatch_tokens, schedule.data_parallel
         return pack_minibatches(self.step, weighted, budget, ranks, minibatches)

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -84,7 +85,10 @@ def test_a_good_machine_passes_and_keeps_nothing_running(apptainer: Apptainer):
 
 @pytest.mark.slow
 def test_a_warm_up_that_fails_is_told(apptainer: Apptainer, task):
-    broken = Apptainer(images=apptainer.images, warm_up="import nothing_like_this")
+    class Broken(Apptainer, frozen=True, kw_only=True):
+        warm_up: ClassVar[str] = "import nothing_like_this"
+
+    broken = Broken(images=apptainer.images)
     with pytest.raises(SandboxError, match="No module named 'nothing_like_this'"), broken.open(task):
         pass
 

@@ -174,13 +174,6 @@ def test_signal_is_judged_after_masking(overlong):
     assert decide(lonely, 0, batch_settings(overlong="mask_loss")).status == "no_signal"
 
 
-def test_a_group_whose_tokens_are_all_too_old_has_no_signal():
-    members = group(scored(1.0), scored(0.0, index=1))
-    limits = {"max_staleness": 5, "max_token_staleness": 4}
-    assert decide(members, 5, batch_settings(groups=limits)).status == "no_signal"
-    assert decide(members, 4, batch_settings(groups=limits)).status == "trained"
-
-
 @pytest.mark.parametrize("limit", [0, 1, 3])
 def test_a_group_with_a_token_over_the_limit_is_dropped(limit):
     members = group(scored(1.0, step=1), scored(0.0, index=1, step=9))
@@ -206,9 +199,6 @@ def test_one_old_turn_among_new_ones_drops_the_group():
     )
     assert decide(members, 10, batch_settings(groups={"max_staleness": 8})).status == "too_old"
     assert decide(members, 9, batch_settings(groups={"max_staleness": 8})).status == "trained"
-    limits = {"max_staleness": 9, "max_token_staleness": 8}
-    decision = decide(members, 10, batch_settings(groups=limits))
-    assert (decision.status, [c.stale for c in decision.episodes]) == ("trained", [1, 0])
 
 
 # composing

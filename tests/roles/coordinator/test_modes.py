@@ -52,7 +52,7 @@ from tests.kit.coordinator_kit import (
 )
 from tests.kit.waiting import DEADLINE_S, until
 
-TABLE = CoordinatorConfig(poll_s=0.01, status_s=0.01, wait_s=100.0)
+TABLE = CoordinatorConfig(poll_s=0.01, wait_s=100.0)
 
 
 @pytest.fixture

@@ -166,22 +166,22 @@ def test_a_sample_over_the_budget_is_refused_by_name():
         ("token_mean", [0.1, 0.1, 0.1]),
         ("seq_mean_token_mean", [1 / 12, 1 / 6, 1 / 6]),
         ("seq_mean_token_sum", [1 / 3, 1 / 3, 1 / 3]),
-        ("constant", [1 / 60, 1 / 60, 1 / 60]),
+        ("constant", [1 / 3072, 1 / 3072, 1 / 3072]),
     ],
 )
 def test_weights_hold_the_denominator_of_the_whole_step(aggregate, expected):
-    assert token_weights([4, 2, 4], aggregate, 20) == pytest.approx([expected[0], expected[1], expected[0]])
+    assert token_weights([4, 2, 4], aggregate) == pytest.approx([expected[0], expected[1], expected[0]])
 
 
 @pytest.mark.parametrize("aggregate", AGGREGATES)
 def test_an_episode_without_trained_tokens_is_in_no_denominator(aggregate):
-    with_it, without = token_weights([4, 0, 6], aggregate, 20), token_weights([4, 6], aggregate, 20)
+    with_it, without = token_weights([4, 0, 6], aggregate), token_weights([4, 6], aggregate)
     assert [with_it[0], with_it[2]] == without
-    assert token_weights([0, 0], aggregate, 20) == [0.0, 0.0]
+    assert token_weights([0, 0], aggregate) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("aggregate", ["token_mean", "seq_mean_token_mean"])
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=30))
 def test_means_weigh_one_in_all(aggregate, counts):
-    total = sum(w * n for w, n in zip(token_weights(counts, aggregate, 1), counts, strict=True))
+    total = sum(w * n for w, n in zip(token_weights(counts, aggregate), counts, strict=True))
     assert total == pytest.approx(1.0)

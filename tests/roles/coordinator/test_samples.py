@@ -14,8 +14,8 @@ from hpc_swe.roles.coordinator.batching.samples import (
 from tests.kit.made_episodes import array, episode, trained_ids, turn
 
 
-def cut_all(turns, chains="all", step=0, max_staleness=0):
-    return make_samples(episode(turns), 1.5, chains, step, max_staleness)
+def cut_all(turns, chains="all", step=0):
+    return make_samples(episode(turns), 1.5, chains, step)
 
 
 def test_a_conversation_is_one_sample_with_the_mask_on_what_was_sampled():
@@ -91,17 +91,8 @@ def test_the_graded_conversation_is_trained_however_long_another_is():
     turns = [turn(None, [9], [90]), turn(None, [1], [10]), turn(None, [5], [50]), turn(2, [6], [51])]
     turns += [turn(3, [7], [52]), turn(1, [2], [11])]
     known = msgspec.structs.replace(episode(turns), main=1)
-    assert [trained_ids(s) for s in make_samples(known, 1.0, "main", 0, 0).samples] == [[10, 11]]
-    assert [trained_ids(s) for s in make_samples(episode(turns), 1.0, "main", 0, 0).samples] == [[10, 11]]
-
-
-def test_stale_tokens_are_masked_one_by_one():
-    made = cut_all([turn(None, [1], [10, 11], step=2), turn(0, [2], [12], step=5)], step=6, max_staleness=3)
-    (sample,) = made.samples
-    assert trained_ids(sample) == [12]
-    assert array(sample.logprobs).tolist() == [0, 0, 0, 0, -0.5]
-    assert records.id_array(sample.versions).tolist() == [-1, -1, -1, -1, 5]
-    assert (made.tokens, made.stale, made.staleness.tolist()) == (1, 2, [4, 4, 1])
+    assert [trained_ids(s) for s in make_samples(known, 1.0, "main", 0).samples] == [[10, 11]]
+    assert [trained_ids(s) for s in make_samples(episode(turns), 1.0, "main", 0).samples] == [[10, 11]]
 
 
 def test_tokens_of_two_incarnations_are_as_old_as_the_one_with_fewer_steps():
@@ -117,11 +108,10 @@ def test_tokens_of_two_incarnations_are_as_old_as_the_one_with_fewer_steps():
 def test_tokens_sampled_during_an_update_are_as_old_as_the_old_weights():
     span = VersionSpan(start=0, end=2, oldest=WeightVersion(step=3), newest=WeightVersion(step=6))
     turns = [msgspec.structs.replace(turn(None, [1], [10, 11]), spans=[span]), turn(0, [2], [12], step=6)]
-    made = cut_all(turns, step=8, max_staleness=4)
+    made = cut_all(turns, step=8)
     (sample,) = made.samples
     assert made.staleness.tolist() == [5, 5, 2]
-    assert trained_ids(sample) == [12]
-    assert records.id_array(cut_all(turns, step=8).samples[0].versions).tolist() == [-1, 3, 3, -1, 6]
+    assert records.id_array(sample.versions).tolist() == [-1, 3, 3, -1, 6]
 
 
 @st.composite
@@ -139,7 +129,7 @@ def trees(draw):
 @given(trees(), st.sampled_from(["main", "tools", "all"]))
 def test_every_sampled_token_of_a_trained_turn_is_trained_exactly_once(turns, chains):
     trained = trained_turns(turns, chains)
-    made = make_samples(episode(turns), 1.0, chains, 0, 0)
+    made = make_samples(episode(turns), 1.0, chains, 0)
     got = sorted(token for sample in made.samples for token in trained_ids(sample))
     assert got == sorted(token for index in trained for token in turns[index].completion.tolist())
     assert made.tokens == len(got) == sum(len(turns[index].completion) for index in trained)

@@ -92,7 +92,7 @@ def run(tmp_path: Path) -> RunDir:
 @pytest.fixture
 def somebody(tmp_path: Path, model: Path) -> Iterator[Somebody]:
     replies = json_replies(tmp_path / "replies.json", [ScriptedReply(token_ids=[3], logprobs=[-0.5])])
-    found = Somebody(Scripted(replies=replies, max_model_len=4096), model, free_port("127.0.0.1", 0))
+    found = Somebody(Scripted(replies=replies, max_model_len=4096), model, free_port("127.0.0.1"))
     yield found
     found.end()
 

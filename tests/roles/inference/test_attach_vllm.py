@@ -82,14 +82,14 @@ def served(line: str, url: str, log: Path) -> Iterator[str]:
 
 @pytest.fixture
 def updatable(model: Path, tmp_path: Path) -> Iterator[str]:
-    url = f"http://127.0.0.1:{free_port('127.0.0.1', 0)}"
+    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
     yield from served(engine.line(configured(model, url)), url, tmp_path / "engine.log")
 
 
 @pytest.fixture
 def plain(model: Path, tmp_path: Path) -> Iterator[str]:
     """`vllm serve MODEL` and what a CPU needs; nothing of ours."""
-    url = f"http://127.0.0.1:{free_port('127.0.0.1', 0)}"
+    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
     environment = CPU.environment("none")
     settings = " ".join(f"{k}={v}" for k, v in environment.items() if k.startswith(("VLLM_CPU", "VLLM_EN")))
     line = (

@@ -66,7 +66,7 @@ def test_every_token_has_the_experts_that_computed_it(
     on.engine.faults.append(cut_at(2))
     talk(on.recorder, [tool("1: x")], [tool("ok")])
     turns = on.recorder.close("over")
-    found = make_samples(episode(turns), 1.0, "all", 0, 0)
+    found = make_samples(episode(turns), 1.0, "all", 0)
     for sample in add_routing(found, episode(turns), "all").samples:
         ids = id_array(sample.token_ids)
         experts = np.frombuffer(sample.routing, np.uint8).reshape(-1, 2)

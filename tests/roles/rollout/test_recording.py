@@ -80,7 +80,7 @@ def test_prompts_extend_and_every_sampled_token_is_trained_once(stage, kind: str
         assert asked.prompt == whole[turn.parent] + id_array(turn.appended_ids).tolist()
         assert turn.completion.tolist() == answer
         whole[index] = asked.prompt + answer
-    (sample,) = make_samples(made, 1.0, "all", 0, 0).samples
+    (sample,) = make_samples(made, 1.0, "all", 0).samples
     delivered = [turn for turn in turns if turn.delivered]
     assert len(delivered) == len(script)
     assert id_array(sample.token_ids).tolist() == whole[len(turns) - 1]

@@ -55,7 +55,7 @@ def let_sleep(run: RunDir, *, sleeping: bool) -> None:
 def serving(folder: Path, *replies: ScriptedReply) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
     """A server of the scripted engine: its address and process."""
     (folder / "replies.json").write_bytes(msgspec.json.encode(replies))
-    engine, port = Scripted(replies=str(folder / "replies.json")), free_port("127.0.0.1", 0)
+    engine, port = Scripted(replies=str(folder / "replies.json")), free_port("127.0.0.1")
     command = engine.command(folder, "127.0.0.1", port, "test")
     with subprocess.Popen(command, env=engine.environment("secret")) as child:
         url = f"http://127.0.0.1:{port}"

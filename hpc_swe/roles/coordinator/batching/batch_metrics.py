@@ -144,7 +144,6 @@ def _staleness(decided: Decided) -> dict[str, float]:
     return {
         "staleness/mean": float(ages.mean()) if len(ages) else 0.0,
         "staleness/max": float(ages.max()) if len(ages) else 0.0,
-        "staleness/masked_share": sum(c.stale for c in episodes) / max(1, len(ages)),
         "episodes/untrained_turns": _mean([c.untrained_turns for c in episodes]),
     }
 

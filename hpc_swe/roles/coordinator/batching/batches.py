@@ -85,7 +85,7 @@ def decide(group: Group, step: int, settings: BatchSettings, weight: float = 1.0
     episodes, has_signal = [], False
     for s, (by_reward, advantage) in zip(baseline, estimates, strict=True):
         if overlong == "train" or not s.episode.exit_status.is_overlong:
-            cut = make_samples(s.episode, weight * advantage, chains, step, limits.max_token_staleness)
+            cut = make_samples(s.episode, weight * advantage, chains, step)
             episodes.append(cut)
             has_signal |= cut.tokens > 0 and abs(by_reward) > NO_SIGNAL
     if any((c.staleness > limits.max_staleness).any() for c in episodes):
@@ -125,9 +125,7 @@ def plan_batch(
 def build_batches(batch_plan: BatchPlan, settings: BatchSettings) -> list[Batch]:
     """Build the planned batch, one part for each data-parallel rank."""
     episodes = [c for group in batch_plan.groups for c in batch_plan.decisions[group].episodes if c.tokens]
-    weights = token_weights(
-        [c.tokens for c in episodes], settings.batches.aggregate, settings.batches.constant_length
-    )
+    weights = token_weights([c.tokens for c in episodes], settings.batches.aggregate)
     weighted = [
         [(s, weight) for s in c.samples if any(s.mask)] for c, weight in zip(episodes, weights, strict=True)
     ]

@@ -28,16 +28,18 @@ FILLER = MicroBatch(
 )
 """A rank without samples runs this, because all ranks must run the same collectives."""
 
+CONSTANT_LENGTH = 1024  # tokens: it scales all gradients alike, and AdamW divides by their size
 
-def token_weights(tokens: Sequence[int], aggregate: Aggregate, constant_length: int) -> list[float]:
+
+def token_weights(tokens: Sequence[int], aggregate: Aggregate) -> list[float]:
     """Return the weight of each trained token of each episode, from the episodes' numbers of trained tokens.
 
-    An episode without trained tokens (masked as overlong, or stale as a whole) is in no denominator.
+    An episode without trained tokens (masked as overlong) is in no denominator.
 
         token_mean            1 / all tokens
         seq_mean_token_mean   1 / episodes / tokens of the episode
         seq_mean_token_sum    1 / episodes
-        constant              1 / episodes / constant_length
+        constant              1 / episodes / CONSTANT_LENGTH
     """
     episodes, total = sum(count > 0 for count in tokens), sum(tokens)
     if not episodes:
@@ -46,7 +48,7 @@ def token_weights(tokens: Sequence[int], aggregate: Aggregate, constant_length: 
         "token_mean": [total] * len(tokens),
         "seq_mean_token_mean": [episodes * count for count in tokens],
         "seq_mean_token_sum": [episodes] * len(tokens),
-        "constant": [episodes * constant_length] * len(tokens),
+        "constant": [episodes * CONSTANT_LENGTH] * len(tokens),
     }[aggregate]
     return [1.0 / divisor if divisor else 0.0 for divisor in per_token]
 

@@ -35,10 +35,8 @@ class EpisodeSamples:
     advantage: float
     tokens: int
     """Number of trained tokens."""
-    stale: int
-    """Number of tokens that are masked for their staleness."""
     staleness: NDArray[np.int32]
-    """Staleness in steps of every trained or masked token."""
+    """Staleness in steps of every trained token."""
     untrained_turns: int
 
 
@@ -130,26 +128,20 @@ def count_sequences(turns: Sequence[Turn]) -> int:
     return len(leaf_chains(turns, trained_turns(turns, "all")))
 
 
-def make_samples(
-    episode: Episode, advantage: float, chains: Chains, step: int, max_staleness: int
-) -> EpisodeSamples:
-    """Cut an episode for batch `step`; mask each token older than `max_staleness` steps (0 masks none)."""
+def make_samples(episode: Episode, advantage: float, chains: Chains, step: int) -> EpisodeSamples:
+    """Cut an episode for batch `step`."""
     trained = trained_turns(episode.turns, chains, episode.main)
     remaining = set(trained)
-    samples, ages, stale = [], [], 0
+    samples, ages = [], []
     for path in leaf_chains(episode.turns, trained):
         ids, logprobs, versions = _concatenate(episode.turns, path, remaining)
         sampled = versions >= 0
-        old = sampled & (step - versions > max_staleness) if max_staleness else np.zeros_like(sampled)
         ages.append(step - versions[sampled])
-        stale += int(old.sum())
-        samples.append(
-            build_sample(episode.request.name, ids, (logprobs, versions), sampled & ~old, advantage)
-        )
+        samples.append(build_sample(episode.request.name, ids, (logprobs, versions), sampled, advantage))
         remaining -= set(path)
     ages_all = np.concatenate(ages) if ages else np.zeros(0, np.int32)
     untrained = len(episode.turns) - len(trained)
-    return EpisodeSamples(episode, samples, advantage, len(ages_all) - stale, stale, ages_all, untrained)
+    return EpisodeSamples(episode, samples, advantage, len(ages_all), ages_all, untrained)
 
 
 def drop_routing(episode: Episode) -> Episode:
