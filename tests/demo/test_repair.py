@@ -71,6 +71,7 @@ def repair(tmp_path, monkeypatch):
     return Repair(tmp_path / "out", given, model, samples=2, rate=2)
 
 
+@pytest.mark.slow
 def test_stages_that_are_done_are_neither_repeated_nor_taken_for_others(repair):
     files = repair.make_tasks()
     chosen = repair.choose(files["train"])

@@ -48,6 +48,7 @@ def test_a_model_for_shorter_conversations_is_not_taken_either(tmp_path):
         Demo(tmp_path, 0, []).make_model()
 
 
+@pytest.mark.slow
 def test_a_stage_beyond_its_minutes_leaves_no_process(tmp_path):
     words = ["hpc_swe.demo", "--out", str(tmp_path / "out"), "--stage-minutes", "0.001"]
     done = subprocess.run(

@@ -19,6 +19,7 @@ def test_flops_of_a_step_agree_with_a_count_by_hand(tmp_path):
     assert step_flops(shape_of("4B", tmp_path), [3, 1], 2) == wanted
 
 
+@pytest.mark.slow
 def test_flops_agree_with_those_that_torch_counts(tmp_path):
     """Plain attention has no causal kernel, so torch counts its products whole: twice what is needed."""
     torch = pytest.importorskip("torch")
