@@ -40,10 +40,7 @@ def test_no_package_of_the_wheel_has_a_name_of_others(site: Path) -> None:
 
 def test_every_configuration_and_script_of_the_checkout_is_there(site: Path) -> None:
     for folder in ("configs", "containers"):
-        listed = subprocess.run(
-            ["git", "ls-files", folder], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-        names = listed.stdout.split()
+        names = subprocess.check_output(["git", "ls-files", folder], cwd=ROOT, text=True).split()
         assert len(names) > 5
         assert [name for name in names if not (site / "hpc_swe" / name).is_file()] == []
 
@@ -58,7 +55,7 @@ def test_a_run_starts_in_an_empty_folder_with_the_jobs_of_the_wheel(site: Path, 
     done = hpc_swe(site, tmp_path / "empty", "launch", *words)
     assert done.returncode == 0, done.stderr
     run = RunDir(tmp_path / "empty/run")
-    assert sorted(path.name for path in run.code.iterdir()) == ["hpc_swe", "jobs"]
+    assert sorted(path.name for path in run.code.iterdir()) == ["code.tar", "hpc_swe", "jobs"]
     environ = environment(PYTHONPATH=str(run.code))
     line = [sys.executable, "-P", "-m", "jobs.run", "--help"]
     told = subprocess.run(line, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)

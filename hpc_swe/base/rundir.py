@@ -104,6 +104,8 @@ class RunDir:
     """Folders: one per submission, by role."""
     code = _At("code")
     """The packages that every job of the run imports."""
+    code_archive = _At("code/code.tar")
+    """The same as one file, which jobs with `executor.runtime` unpack on their nodes."""
 
     def node(self, owner: str) -> Path:
         """Return the cell with the lease of one process."""

@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 import subprocess
+import tarfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -132,7 +133,7 @@ def making(run: RunDir, timeout_s: float = MAKING_TIMEOUT_S) -> Iterator[RunDir 
 
 def publish(run: RunDir, place: RunDir, config: RunConfig, taken: Taken, model_sha256: str) -> None:
     """Write a run's files in `place`, and move them into the run."""
-    _copy_code(run, place)
+    copy_code(run, place)
     atomic.write(place.token, key(run, config).encode())
     tasks.write(place.tasks, taken.tasks)
     if taken.trajectories:
@@ -189,7 +190,7 @@ def adopt(run: RunDir) -> None:
 
 def renew_code(run: RunDir) -> None:
     """Replace a run's code by that of this checkout, whose keys its configuration has from now on."""
-    _copy_code(run, run)
+    copy_code(run, run)
     manifest = atomic.get(run.manifest, RunManifest)
     renewed = msgspec.structs.replace(manifest, commit=_commit(), environment=own_environment())
     atomic.write(run.made, atomic.read(run.config))
@@ -208,7 +209,7 @@ def option(config: RunConfig) -> str:
     return "--out" if config.mode == "eval" else "--run"
 
 
-def _copy_code(run: RunDir, place: RunDir) -> None:
+def copy_code(run: RunDir, place: RunDir) -> None:
     """Copy the packages, so that jobs of a long run do not see later changes of the checkout."""
     copy = atomic.temporary(run.code)  # not in `place`: copying would make it again after its removal
     ignored = shutil.ignore_patterns("__pycache__", "configs", "containers", "jobs")  # of a wheel
@@ -217,6 +218,9 @@ def _copy_code(run: RunDir, place: RunDir) -> None:
             for package in PACKAGES:
                 source = shipped.folder(package)
                 shutil.copytree(source, copy / package, ignore=ignored, copy_function=_copy_file)
+            with tarfile.open(copy / RunDir.code_archive.name, "w") as archive:
+                for package in PACKAGES:
+                    archive.add(copy / package, package)
             replace(copy, place.code)
     finally:
         shutil.rmtree(copy, ignore_errors=True)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -107,13 +106,6 @@ def test_an_engine_of_somebody_else_s_is_asked_for_by_its_address(tmp_path: Path
     assert done.returncode == 2
     assert f"inference.url = '{url}'" in done.stderr
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in SCRIPTS if "python" in path.read_text()], ids=lambda p: p.name
-)
-def test_another_environment_than_venv_can_be_named(path: Path) -> None:
-    assert re.findall(r"\S*\.venv\S*", re.sub(r"\$\{HPC_SWE_PYTHON:-[^}]*\}", "", path.read_text())) == []
 
 
 def test_a_tick_by_another_interpreter_says_where_there_is_none(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from hpc_swe.base.errors import ConfigError
@@ -29,6 +30,7 @@ KEPT = (
     *("CUDA_", "NVIDIA_", "NCCL_", "NVSHMEM_", "UCX_", "FI_", "GLOO_", "TORCH", "PYTORCH_", "TRITON_"),
 )
 """Prefixes of the variables that a run keeps for its jobs; a tick of cron has none of them."""
+RUNTIME = "hpc_swe/cluster/executors/runtime.sh"
 MARK = "HPC_SWE_JOB"  # what all processes of a job of this machine inherit: role, submission and run folder
 INTERPRETER = "HPC_SWE_PYTHON"
 """The variable that names the Python of jobs; a start sets it, and the scripts in sbatch/ obey it."""
@@ -194,13 +196,18 @@ def log_name(mark: str) -> str:
 
 
 def job_script(
-    submission: Submission, setup: Sequence[str], environ: Mapping[str, str], more: Sequence[str] = ()
+    submission: Submission,
+    setup: Sequence[str],
+    environ: Mapping[str, str],
+    more: Sequence[str] = (),
+    runtime: str = "",
 ) -> list[str]:
     """Return the lines of bash that run a job.
 
     They export the variables of the start and those of [executor] environ, define `module` where there are
     modules, run the lines of setup, then the command with the arguments `more`. A line of setup that fails
-    ends the job with exit code 2. A TMPDIR that the node's scheduler has set is kept.
+    ends the job with exit code 2. A TMPDIR that the node's scheduler has set is kept. With a `runtime` file
+    the job runs the Python that it holds.
     """
     given = submission.environment.items()
     known = {name: text for name, text in given if not name.startswith(JOB_VARIABLES)}
@@ -216,7 +223,22 @@ def job_script(
         lines += ["{", line, f"}} || {{ echo {message} $? >&2; exit 2; }}"]
     if submission.code:
         lines.append(f"export PYTHONPATH={shlex.quote(submission.code)}${{PYTHONPATH:+:$PYTHONPATH}}")
-    return [*lines, f"exec {shlex.join([*submission.command, *more])}"]
+    command = shlex.join([*submission.command, *more])
+    if runtime and submission.code:
+        python, *arguments = submission.command
+        words = [f"{submission.code}/{RUNTIME}", runtime, submission.code]
+        lines += [f"python={shlex.quote(python)}", f". {shlex.join(words)}"]
+        command = f'"$python" {shlex.join([*arguments, *more])}'
+    return [*lines, f"exec {command}"]
+
+
+def check_runtime(file: str) -> None:
+    """Raise ConfigError if the runtime file of jobs is not there."""
+    if file and not Path(file).is_file():
+        raise ConfigError(
+            f"[executor] runtime = '{file}': no such file; containers/build_runtime.sh makes it, from the "
+            "environment of jobs"
+        )
 
 
 def check_environ(environ: Mapping[str, str]) -> None:

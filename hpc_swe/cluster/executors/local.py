@@ -30,6 +30,7 @@ from hpc_swe.cluster.executors.base import (
     Job,
     Submission,
     check_environ,
+    check_runtime,
     job_script,
     log_name,
 )
@@ -53,6 +54,8 @@ class Local(Plugin, Executor, frozen=True, kw_only=True):
     """Give the same GPU to several jobs. Without it no two jobs of this machine's runs share a GPU."""
     setup: list[str] = []
     """Lines of bash that each job runs first."""
+    runtime: str = ""
+    """File of containers/build_runtime.sh, from which jobs run; empty: from the environment of the start."""
     environ: dict[str, str] = {}
     """Environment variables of each job. Never a secret: the run folder stores them."""
     foreground: bool = False
@@ -67,6 +70,7 @@ class Local(Plugin, Executor, frozen=True, kw_only=True):
 
     def check(self, submission: Submission) -> None:
         """Check that this machine has as many GPUs as the submission asks for."""
+        check_runtime(self.runtime)
         asked = self.gpus.get(submission.role, 0)
         available = usable(submission.environment) if asked else []
         needed = asked if self.share_gpus else asked * submission.count
@@ -92,7 +96,7 @@ class Local(Plugin, Executor, frozen=True, kw_only=True):
 
     def script(self, run: RunDir, submission: Submission) -> str:
         bound = ["--while", _id(os.getpid())] if self.foreground else []
-        return "\n".join(job_script(submission, self.setup, self.environ, bound))
+        return "\n".join(job_script(submission, self.setup, self.environ, bound, self.runtime))
 
     def submit(self, run: RunDir, submission: Submission) -> str:
         """Start the job; unless `foreground` is set it outlives this process."""

@@ -104,6 +104,8 @@ class Slurm(Plugin, Executor, frozen=True, kw_only=True):
     """Resources of the jobs of each role."""
     setup: list[str] = []
     """Lines of bash that each job runs first, for example "module load cuda"; one that fails ends the job."""
+    runtime: str = ""
+    """File of containers/build_runtime.sh, from which jobs run; empty: from the environment of the start."""
     environ: dict[str, str] = {}
     """Environment variables of each job. Never a secret: the run folder and the batch scripts store them."""
     pause_s: float = 15.0
@@ -119,6 +121,7 @@ class Slurm(Plugin, Executor, frozen=True, kw_only=True):
 
     def check(self, submission: Submission) -> None:
         """Check that the walltime leaves room for the notice, and that processes divide among nodes."""
+        base.check_runtime(self.runtime)
         role, resources = submission.role, self._resources(submission.role)
         if resources.timeout_min * 60 < self.notice_s + 90:
             raise ConfigError(
@@ -276,7 +279,8 @@ class Slurm(Plugin, Executor, frozen=True, kw_only=True):
         # The script ends in exec: Slurm signals the batch shell, so jobs.run must take its place.
         # Until Python has installed its handler, the warning is ignored: it must not kill the job.
         notice = ["--notice", str(self.notice_s)]
-        return "\n".join(["trap '' USR2", *base.job_script(submission, self.setup, self.environ, notice)])
+        lines = base.job_script(submission, self.setup, self.environ, notice, self.runtime)
+        return "\n".join(["trap '' USR2", *lines])
 
     def _parameters(self, run: RunDir, submission: Submission) -> dict[str, Any]:
         resources = self._resources(submission.role)
