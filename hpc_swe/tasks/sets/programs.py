@@ -44,8 +44,8 @@ class Programs(Plugin, Taskset, frozen=True, kw_only=True):
     timeout_s: float = 30.0
     """Seconds that all tests of a task may take together."""
     hidden: float = 0.5
-    """Share of a task's tests that the agent does not see, rounded down; 0 shows all of them. Rows that
-    bring their tests in full beside the visible ones keep their own share."""
+    """Share of a task's tests that are not in the agent's files, rounded down: of five tests and 0.5 it gets
+    three; 0 shows all of them. A row with a column `tests` has its visible ones in `files`, as they are."""
     first_message: Literal["statement_and_files", "statement", "directory_tree"] = "statement_and_files"
     """What the first message says: the problem statement with the names of the files, the statement alone, or
     the files as a tree alone."""
