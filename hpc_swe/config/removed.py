@@ -28,6 +28,5 @@ REMOVED = {
     "sandbox.warm_up": "pytest is imported",
     "sft.episodes": 'hpc_swe.export_episodes writes rows for sft.source = "trajectories"',
     "sft.min_reward": "hpc_swe.export_episodes has --min-reward",
-    "taskset.workdir": "tasks lie in /work, and repositories in /testbed",
 }
 """Name of a key that 0.2 has removed -> what holds instead."""

@@ -20,7 +20,6 @@ from hpc_swe.tasks.hidden_tests import encode_versions
 from hpc_swe.tasks.sets.base import Taskset
 from hpc_swe.tasks.swebench_rows import RECIPES, Recipe, Row, parse, read_ids, read_records, test_plan
 
-WORKDIR = "/testbed"  # where the images of SWE-bench have the repository
 PROMPT = """The repository in {workdir} has the problem that the report below describes.
 
 <report>
@@ -58,6 +57,8 @@ class Swebench(Plugin, Taskset, frozen=True, kw_only=True):
     """Repository -> how its tests are run, for rows without an eval script; Verified's are known."""
     prompt: str = PROMPT
     """Prompt for the agent; {problem_statement} and {workdir} are filled in."""
+    workdir: str = "/testbed"
+    """Folder of the repository in the sandbox."""
     timeout_s: float = 900.0
     """Seconds that the eval script may take."""
 
@@ -131,15 +132,15 @@ class Swebench(Plugin, Taskset, frozen=True, kw_only=True):
 
         Raise ConfigError if the row cannot be judged; see `test_plan`.
         """
-        tests = test_plan(where, row, RECIPES | self.recipes, WORKDIR, self.timeout_s)
+        tests = test_plan(where, row, RECIPES | self.recipes, self.workdir, self.timeout_s)
         # Other braces are the prompt's own. The report comes last, so that nothing in it is filled in.
-        prompt = self.prompt.replace("{workdir}", WORKDIR)
+        prompt = self.prompt.replace("{workdir}", self.workdir)
         return Task(
             task_id=row.instance_id,
             taskset="swebench",
             prompt=prompt.replace("{problem_statement}", row.problem_statement),
             image=row.image_name,
-            workdir=WORKDIR,
+            workdir=self.workdir,
             base_commit=row.base_commit,
             tests=tests,
         )

@@ -4,6 +4,7 @@ KEYS are those of the optimizer, in JSON. With DIES_AT in its environment it is 
 for writing whose path matches that pattern, and with STOPS_AT it is stopped there; with DIES_AFTER it is
 killed when it opens any file once that path exists. With SNAPSHOTS one of so many versions is a full
 snapshot. HOSTED is the share of the optimizer's state that is in host memory. SIGNS are keys of [stop].
+BETA1 is that of the optimizer.
 """
 
 import json
@@ -57,6 +58,7 @@ def main() -> None:
     interrupted = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: interrupted.set())
     hosted = float(os.environ.get("HOSTED", "0"))
+    OptimizerConfig.beta1 = float(os.environ.get("BETA1", OptimizerConfig.beta1))
     policy = Megatron(
         tensor_parallel=2 // data_parallel, dtype="float32", offload_optimizer=hosted, device=device()
     )
