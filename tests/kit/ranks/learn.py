@@ -57,10 +57,12 @@ def main() -> None:
         interfere()
     interrupted = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: interrupted.set())
-    hosted = float(os.environ.get("HOSTED", "0"))
     OptimizerConfig.beta1 = float(os.environ.get("BETA1", OptimizerConfig.beta1))
     policy = Megatron(
-        tensor_parallel=2 // data_parallel, dtype="float32", offload_optimizer=hosted, device=device()
+        tensor_parallel=2 // data_parallel,
+        dtype="float32",
+        offload_optimizer=float(os.environ.get("HOSTED", "0")),
+        device=device(),
     )
     learner = policy.build(
         model, OptimizerConfig(**{"warmup_steps": 0} | json.loads([*sys.argv, '{"lr": 1e-3}'][5])), None

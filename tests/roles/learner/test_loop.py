@@ -188,7 +188,7 @@ def test_batches_in_a_row_that_are_not_finite_end_the_learner(model, sequences, 
 
 def test_weights_that_are_not_finite_are_computed_again_once(model, sequences, tmp_path, monkeypatch):
     """A faulty node makes such weights, too, and the next job may get another one."""
-    monkeypatch.setenv("BETA1", "0")  # the first step's size is the rate, and no multiple above the largest float
+    monkeypatch.setenv("BETA1", "0")  # or the first step's size is ten times the rate, no float any more
     run = make_run(tmp_path, sequences, 2)
     huge = '{"lr": 3.4e38, "weight_decay": 1}'
     for error in (NodeError, ConfigError):
