@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 import time
 import tomllib
 import urllib.request
@@ -235,6 +236,19 @@ def runs(tmp_path: Path, model: Path) -> Path:
         words = [*command, f"model={model}", "--run", folder / name]
         subprocess.run(words, cwd=ROOT, check=True, capture_output=True)
     return folder
+
+
+@pytest.mark.slow
+def test_a_role_by_hand_runs_where_the_checkout_alone_has_jobs(tmp_path: Path, runs: Path) -> None:
+    """Its processes import them although no environment installs a package of that name."""
+    run = RunDir(runs / "a")
+    run.finished.touch()
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (site / "packages.pth").write_text(sysconfig.get_path("purelib"))  # .pth files there do not count
+    python = tmp_path / "venv/bin/python"
+    script("role.sbatch", "reward", run.root, HPC_SWE_PYTHON=python, PYTHONPATH="")
+    assert not any(run.nodes.iterdir())
 
 
 @pytest.mark.slow
