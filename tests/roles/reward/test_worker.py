@@ -40,7 +40,11 @@ class Judge(Grader):
 
 
 class Trial(Judge):
-    """A grader that can be tried, and that wants to see the result of an episode before its self-check."""
+    """A grader that can be tried, and that wants to see the result of an episode before its self-check.
+
+    Nothing is no solution for it in one of two ways: tests fail, or it takes no empty patch, as one that has
+    no `examine`.
+    """
 
     def __init__(self, run: RunDir, *, errs: bool = False) -> None:
         self.run, self.errs = run, errs
@@ -56,7 +60,8 @@ class Trial(Judge):
     def tried(self, is_right: bool) -> Score:
         until(lambda: scores(self.run), "the episode's result")
         self.waited.append(True)
-        return Score(outcome="resolved" if is_right or self.errs else "unresolved", reward=1.0)
+        refused = ("unresolved", "no_submission")[len(self.waited) % 2]
+        return Score(outcome="resolved" if is_right or self.errs else refused, reward=1.0)
 
 
 @pytest.fixture
