@@ -77,7 +77,7 @@ class RunExport:
     def __init__(self, folder: Path) -> None:
         """Open the run; raise ConfigError if the folder is none, or its model's tokenizer is gone."""
         self.run, self.config = RunDir(folder), existing.load(RunDir(folder))
-        self._run_id = atomic.get(self.run.manifest, RunManifest).run_id
+        self.run_id = atomic.get(self.run.manifest, RunManifest).run_id
         self._tokenizer = trajectories.tokenizer_digest(self.run)
         preface = self.config.agent.preface
         self._tools = preface.tools if preface else ""
@@ -100,7 +100,7 @@ class RunExport:
     def _row(self, scored: ScoredEpisode, sample: Sample) -> Row:
         return {
             "task_id": scored.episode.request.task_id,
-            "run": self._run_id,
+            "run": self.run_id,
             "episode": scored.episode.request.name,
             "reward": scored.score.reward,
             "messages": chat_form(scored.episode.messages),
@@ -151,7 +151,7 @@ def collect(exports: Iterable[RunExport], least: float, per_task: int) -> Found:
             if is_chosen(scored, least):
                 found.rewarded += 1
                 request = scored.episode.request
-                found.add(request.task_id, f"{export.run.root.name}/{request.name}", export.rows(scored))
+                found.add(request.task_id, f"{export.run_id}/{request.name}", export.rows(scored))
     return found
 
 

@@ -28,7 +28,7 @@ from hpc_swe.config import config as configuration
 from hpc_swe.config.settings import EvalConfig
 from hpc_swe.config.tokenization import token_builder
 from hpc_swe.launch import create, plan, trajectories
-from hpc_swe.makers.export_episodes import RunExport
+from hpc_swe.makers.export_episodes import RunExport, collect
 from hpc_swe.roles.coordinator import archive
 from hpc_swe.roles.rollout.episode import Played, record
 from tests.kit.checkout import ROOT, environment
@@ -174,6 +174,15 @@ def test_a_task_gives_at_most_so_many_rows_and_a_share_is_held_out(run, tmp_path
     assert export(run, out, "--min-reward", "2", "--split", "0.5").stderr.startswith(
         "error: no row is left to write: 0 of 6 episodes"
     )
+
+
+def test_runs_whose_folders_have_one_name_keep_their_episodes_apart(run, config, tmp_path):
+    other = RunDir(tmp_path / "demo-1" / run.root.name)
+    other.make()
+    create.publish(other, other, config, plan.Taken({}), "")
+    archive.write(other.archive(0), archive.read(run.archive(0)), [0])
+    found = collect(map(RunExport, (run.root, other.root)), 1.0, 0)
+    assert {task: len(episodes) for task, episodes in found.rows.items()} == {"t0": 3, "t1": 2}
 
 
 def test_a_split_of_an_earlier_call_does_not_stay_beside_new_rows(run, tmp_path):
