@@ -67,10 +67,7 @@ class Demo:
         sandbox = configuration.from_words(["configs/demo.toml", *self.overrides]).sandbox
         if isinstance(sandbox, ImageSandboxes) and not Path(sandbox.images).exists():
             script = shipped.folder("containers") / "build_image.sh"
-            try:
-                completed(subprocess.Popen(["bash", script, sandbox.images]), IMAGE_S)  # it says what fails
-            except subprocess.TimeoutExpired:
-                raise DeadlineError(f"{script} has not ended within {IMAGE_S:g} s") from None
+            run_command(["bash", str(script), sandbox.images], IMAGE_S)  # it says what fails
 
     def make_model(self) -> Path:
         """Make the tokenizer, the chat template and random weights, unless they exist; return the folder."""
@@ -82,11 +79,7 @@ class Demo:
             words = ["hpc_swe.demo.model", f"--out={folder}", f"--seed={self.seed}", f"--shape={self.shape}"]
             words += [f"--taskset={json.dumps(configuration.dump(config)['taskset'])}"]
             words += [f"--context={config.rollout.context}"]
-            try:
-                made = completed(subprocess.Popen([sys.executable, "-m", *words]), MODEL_S)
-            except subprocess.TimeoutExpired:
-                raise DeadlineError(f"{folder}: {words[0]} has not ended within {MODEL_S:g} s") from None
-            if made.returncode:
+            if run_command([sys.executable, "-m", *words], MODEL_S):
                 raise HpcSweError(f"{folder}: the demo's model was not made, for the reason above; try again")
         found, wanted = read_config(folder), SIZES | SHAPES[self.shape]
         if any(found[key] != wanted[key] for key in ("hidden_size", "num_hidden_layers")):
@@ -117,9 +110,17 @@ class Demo:
         """Write the rewarded episodes of a run as rows to train on; return their file."""
         rows = (self.root / "rewarded.parquet").absolute()
         words = ["hpc_swe.export_episodes", str(run.root), f"--out={rows}"]
-        if completed(subprocess.Popen([sys.executable, "-m", *words]), EXPORT_S).returncode:
+        if run_command([sys.executable, "-m", *words], EXPORT_S):
             raise HpcSweError("hpc_swe.export_episodes failed for the reason above")
         return rows
+
+
+def run_command(words: Sequence[str], timeout_s: float) -> int:
+    """Return the exit code of a command, which says what fails; raise DeadlineError if it takes too long."""
+    try:
+        return completed(subprocess.Popen(words), timeout_s).returncode
+    except subprocess.TimeoutExpired:
+        raise DeadlineError(f"{' '.join(words)}: it has not ended within {timeout_s:g} s") from None
 
 
 def run_name(text: str) -> str:
