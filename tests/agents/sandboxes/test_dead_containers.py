@@ -63,6 +63,9 @@ class Dying(Sandboxes):
     def __init__(self, sandboxes: Sandboxes) -> None:
         self.sandboxes = sandboxes
 
+    def check(self) -> None:
+        self.sandboxes.check()
+
     @contextmanager
     def open(self, task: Task) -> Iterator[Sandbox]:
         with self.sandboxes.open(task) as sandbox:
