@@ -68,7 +68,7 @@ class RunPlan:
 
 def plan_start(run: RunDir, config: RunConfig) -> RunPlan:
     """Return the plan of a start or of a continuation; raise what `existing.load` does."""
-    made = existing.load(run) if run.config.exists() and run.manifest.exists() else None
+    made = existing.load(run, trains=True) if run.config.exists() and run.manifest.exists() else None
     complaints: list[str] = []
     taken = Taken({})
     try:

@@ -216,6 +216,8 @@ def test_a_run_changed_by_hand_trains_nothing_and_can_be_stopped(tmp_path, read,
     size = tree["groups"]["group_size"]
     tree["groups"]["group_size"] += 2
     run.config.write_text(json.dumps(tree))
+    with pytest.raises(ConfigError, match="changed by hand"):  # nor where the files of a start say the same
+        control.start(run, read(*nobody(), "tasks.train=3", f"groups.group_size={size + 2}"))
     done = command(*ACTS[act], run.root)
     assert done.returncode == (2 if act in ("start", "job") else 0)
     assert f"run/run.json: groups.group_size: {size} -> {size + 2}: changed by hand" in done.stderr
