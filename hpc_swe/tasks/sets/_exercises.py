@@ -216,20 +216,20 @@ def _imported(source: PythonText) -> list[str]:
 
 
 def with_names(text: str, *programs: Mapping[str, str]) -> str:
-    """Return tests that import by name what they use of a program, where they import all that it has.
+    """Return tests that keep names of Python, of libraries and their own where they import all of a program.
 
-    `programs` are its files as given and as repaired: path -> text. What else a patch adds to them, for
-    example a `sorted` of its own, the tests do not get then.
+    `programs` are its files as given and as repaired: path -> text. A patch gives the tests all that it
+    defines, but no `sorted` or `isclose` of its own, unless one of these programs defines that name.
     """
     try:
         source = PythonText(text)
         table = symtable.symtable(source.text, TESTS, "exec")
     except (SyntaxError, ValueError, RecursionError):
         return text
-    used = {*_globals(table)} - {one.get_name() for one in table.get_symbols() if one.is_assigned()}
+    used = {name for name in _globals(table) if not name.startswith("_")}
     stars = [(star, star.module or "") for star in _stars(source.tree)]
     known = [(star, module) for star, module in stars if any(_path(module) in files for files in programs)]
-    return source.with_changes((star, _by_name(module, used, programs)) for star, module in known)
+    return source.with_changes((star, _all_but_own(module, used, programs)) for star, module in known)
 
 
 def _path(module: str) -> str:
@@ -246,32 +246,50 @@ def _globals(table: symtable.SymbolTable) -> Iterator[str]:
         yield from _globals(inner)
 
 
-def _by_name(module: str, used: set[str], programs: Iterable[Mapping[str, str]]) -> str:
-    """Return imports of the used names in place of all of a module; one that is no Python may have any."""
+def _all_but_own(module: str, used: set[str], programs: Iterable[Mapping[str, str]]) -> str:
+    """Return an import of all of a module but used names that exist before it, and that it does not define.
+
+    Imports that its programs make of libraries stand above. What is imported is chosen before the first name
+    is bound, since a patch could have a `globals` of its own.
+    """
     lines: dict[str, None] = {}
-    names: set[str] | None = None
+    defined: set[str] = set()
     for files in programs:
         try:
-            own, imports = _bound(module, used, files)
-        except (KeyError, SyntaxError, ValueError, RecursionError):
+            names, imports = _defined_in(module, used, files)
+        except (KeyError, SyntaxError, ValueError, RecursionError):  # not a program yet
             continue
-        names, lines = (names or set()) | own, lines | dict.fromkeys(imports)
-    names = used - {*dir(builtins)} if names is None else names
-    last = f"from {module} import {', '.join(sorted(names))}" if names else f"import {module}"
-    return "; ".join([*lines, last])
+        defined, lines = defined | names, lines | dict.fromkeys(imports)
+    if not (own := sorted(used - defined)):
+        return f"from {module} import *"
+    exported = "_has.get('__all__', [_n for _n in _has if _n[:1] != '_'])"
+    return "; ".join(
+        [
+            *lines,
+            f"import builtins as _python, {module} as _program",
+            "_own, _has = {*_python.vars(_python), *_python.globals()}, _python.vars(_program)",
+            f"_own.intersection_update({own})",
+            f"_python.globals().update({{_n: _has[_n] for _n in {exported} if _n not in _own}})",
+        ]
+    )
 
 
-def _bound(module: str, used: set[str], files: Mapping[str, str]) -> tuple[set[str], list[str]]:
-    """Return the used names of a module of these files, and its imports that give other used names."""
+def _defined_in(module: str, used: set[str], files: Mapping[str, str]) -> tuple[set[str], list[str]]:
+    """Return the names that a module has from these files, and its imports of other used names."""
     code = files[path := _path(module)]
     others = {other: text for other, text in files.items() if other != path}
-    table = symtable.symtable(code, path, "exec")
-    names = {one.get_name() for one in table.get_symbols() if one.is_assigned()}
-    imports = [line for line in _imports(code, used) if not line.startswith(("from .", "from __future__ "))]
+    imports = [
+        line
+        for line in _imports(code, used)
+        if not line.startswith(("from .", "from __future__ "))
+        and files.keys().isdisjoint(_path(word.strip(",")) for word in line.split())
+    ]
+    names = _bound(code, by_import=True) - _bound("\n".join(imports), by_import=True) | _bound(code)
     for inner in [one.module or "" for one in _stars(parse(code))]:
-        if _path(inner) in files:
-            imports = [line for line in imports if line != f"from {inner} import *"]
-            names |= _bound(inner, used, others)[0] if inner != module else set()
-    known = [node for line in imports for node in ast.walk(parse(line)) if isinstance(node, ast.alias)]
-    names -= {one.asname or one.name.partition(".")[0] for one in known} - _defined(code)
-    return {name for name in names & used if not name.startswith("_")}, imports
+        names |= _defined_in(inner, used, others)[0] if _path(inner) in others else set()
+    return names, imports
+
+
+def _bound(code: str, by_import: bool = False) -> set[str]:
+    symbols = symtable.symtable(code, SOLUTION, "exec").get_symbols()
+    return {one.get_name() for one in symbols if one.is_assigned() or (by_import and one.is_imported())}

@@ -9,6 +9,7 @@ from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.config.settings import TasksConfig
 from hpc_swe.tasks.graders.pytest import Pytest
+from hpc_swe.tasks.patch import difference
 from hpc_swe.tasks.sets._exercises import with_names
 from hpc_swe.tasks.sets.programs import Programs
 from hpc_swe.tasks.visible_tests import ids_of_tests
@@ -67,7 +68,7 @@ def test_a_single_test_of_assertions_is_divided_and_half_hidden(tmp_path: Path) 
     (task,) = Programs(train=str(path)).load("train")
     assert ids_of_tests(task.tests.files["test.py"]) == [f"test.py::test_base_{n}" for n in range(3)]
     assert len(ids_of_tests(task.files["test.py"])) == 2
-    assert task.files["test.py"].startswith(head.replace("*", "f"))
+    assert task.files["test.py"].partition("\n")[2].startswith("LIMIT = 3\ndef test_base")
     compile(task.tests.files["test.py"], "test.py", "exec")
 
 
@@ -87,28 +88,50 @@ def sorted(x): return x
 
 
 @pytest.mark.parametrize(
-    ("program", "test", "head"),
+    ("program", "test", "imports", "own"),
     [
-        ("def f(): 0\n", "assert all([f()])", "from solution import f"),
-        ("def f(): 0\n", "pass", "import solution"),
-        ("def f(: 0\n", "assert all([f()])", "from solution import f"),
-        (
-            LARGE,
-            "x: List = sorted([f(LIMIT)])",
-            "from typing import *; from solution import LIMIT, f, sorted",
-        ),
-        (
-            LARGE,
-            "result = down(g())",
-            "from typing import *; from math import floor as down; from solution import g",
-        ),
-        (LARGE, "assert quick", "from typing import *; from solution import quick"),
+        ("def f(): 0\n", "assert all([f()])", "", ["all"]),
+        ("def f(: 0\n", "assert all([f()])", "", ["all", "f"]),
+        (LARGE, "x: List = sorted([f(LIMIT)])", "from typing import *; ", ["List"]),
+        (LARGE, "result = down(g())", "from typing import *; from math import floor as down; ", ["down"]),
     ],
 )
-def test_tests_import_by_name_what_they_use_of_the_program(program: str, test: str, head: str) -> None:
+def test_tests_keep_what_a_program_does_not_define(
+    program: str, test: str, imports: str, own: list[str]
+) -> None:
     files = {"solution.py": program, "helper.py": "from solution import *\ndef g(): return 1\n"}
-    text = f"from solution import *\nfrom os import *\ndef test_a():\n    {test}\n"
-    assert with_names(text, files) == text.replace("from solution import *", head)
+    text = with_names(f"from solution import *\nfrom os import *\ndef test_a():\n    {test}\n", files)
+    assert text.startswith(f"{imports}import builtins as _python, solution as _program; ")
+    assert f"_own.intersection_update({own})" in text.splitlines()[0]
+
+
+STUB = "def f(n):\n    return 0\n"
+SKIPPED = "@pytest.mark.skip(reason='slow')\ndef test_b():\n    assert f(9) == 10\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "added", "check"),
+    [
+        ("", "f", "len([f(1)]) == f(0)"),
+        (STUB, "g", "len([g(1)]) == g(0)"),
+        (STUB, "f", "globals()['f'](1) == len('ab')"),
+        (STUB, "f", "eval('f(1)') == len('ab')"),
+        ("__all__ = ['_f']\n_f = abs\n", "_f", "_f(1) == len('ab')"),
+    ],
+)
+def test_tests_get_all_that_a_patch_writes(tmp_path: Path, program: str, added: str, check: str) -> None:
+    """The asked function may be missing at first, and tests may look it up while they run."""
+    test = f"import pytest\nfrom solution import *\ndef test_a():\n    assert {check}\n\n{SKIPPED}"
+    repaired = f"{program}def {added}(n):\n    return n + 1\n"
+    replaced = "def len(x):\n    return 0\ndef globals():\n    return {}\n"
+    crowded = f"{program}{replaced}def {added}(n):\n    return 0\n"
+    files = {"solution.py": program, "test.py": test}
+    row = {"task_id": "a", "files": [{"path": path, "content": text} for path, text in files.items()]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    (task,) = Programs(eval=str(tmp_path / "rows.jsonl")).load("eval")
+    right, wrong = (difference("solution.py", program, text) for text in (repaired, crowded))
+    assert Pytest().grade(task, right, Process()).outcome == "resolved"
+    assert Pytest().grade(task, wrong, Process()).outcome == "unresolved"
 
 
 def test_ids_in_a_row_are_kept_and_hidden_by_their_functions(tmp_path: Path) -> None:
