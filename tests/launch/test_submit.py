@@ -406,6 +406,23 @@ def test_what_another_tick_submits_meanwhile_has_not_failed(run, config, is_open
     assert run_submit.tick(run, config).stuck == {}
 
 
+def test_submission_of_which_a_job_lives_has_not_failed(run, config):
+    for _ in range(3):
+        assert run_submit.tick(run, config).submit == {"rollout": 200}
+        last = config.executor.running.pop()
+        config.executor.running.clear()
+    config.executor.running.append(last)
+    assert run_submit.tick(run, config).submit == {"rollout": 199}
+
+
+def test_a_void_submission_whose_jobs_ended_in_silence_has_not_failed(run, config):
+    for _ in range(3):
+        assert run_submit.tick(run, config).submit == {"rollout": 200}
+        config.executor.running.clear()
+    submissions.mark(run, "rollout", 3, submissions.VOID)
+    assert run_submit.tick(run, config).submit == {"rollout": 200}
+
+
 def test_after_a_rest_one_submission_is_tried_and_not_one_per_tick(run, config):
     """Accounting lags behind the queue: it does not know for minutes what has become of the last one."""
     config.executor.endings = lambda jobs: {}

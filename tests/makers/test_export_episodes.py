@@ -185,6 +185,14 @@ def test_runs_whose_folders_have_one_name_keep_their_episodes_apart(run, config,
     assert {task: len(episodes) for task, episodes in found.rows.items()} == {"t0": 3, "t1": 2}
 
 
+def test_episodes_of_other_tasks_than_those_of_a_file_are_left_out(run, tmp_path):
+    rows, out = tmp_path / "teaching.jsonl", tmp_path / "rows.parquet"
+    rows.write_text('{"task_id": "t1"}\n{"task_id": "t3"}\n')
+    done = export(run, out, "--tasks", str(rows))
+    assert done.returncode == 0, done.stderr
+    assert pq.read_table(out)["task_id"].to_pylist() == ["t1"]
+
+
 def test_a_split_of_an_earlier_call_does_not_stay_beside_new_rows(run, tmp_path):
     out, validation = tmp_path / "rows.parquet", tmp_path / "rows.validation.parquet"
     assert export(run, out, "--split", "0.5").returncode == 0

@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 
 from hpc_swe.base.errors import StorageError
-from hpc_swe.base.records import Node, RolloutRequest
+from hpc_swe.base.records import Node, RolloutRequest, ScoredEpisode
 from hpc_swe.base.store import atomic
 from hpc_swe.base.store.spool import ALONE_S, PATIENCE_S, Spool
 from hpc_swe.roles.coordinator import archive
@@ -130,6 +130,32 @@ def archive_what_cannot_be_read(root, bad) -> None:
 def test_an_archive_is_written_without_a_result_that_can_never_be_read(tmp_path):
     """Else a coordinator that starts after a crash would wait for it for ever."""
     assert in_child(archive_what_cannot_be_read, tmp_path, "train-000000-00") == 0
+
+
+def collect_the_last_that_cannot_be_read(root) -> None:
+    run, clock = rundir(root), Clock()
+    maintenance, mode = make_maintenance(run, clock), training(run)
+    mode.iterate(maintenance.snapshot())
+    work(run)
+    bad = {address.identity for address in Spool(run.scored, ScoredEpisode).addresses("ready")[:2]}
+    held = [run.scored / "ready" / f"{name}~0" for name in bad]
+    for path in held:
+        path.rename(run.root / path.name)
+    mode.iterate(maintenance.snapshot())  # reads all others
+    for path in held:
+        (run.root / path.name).rename(path)
+    refuse(root, lambda call, path: errno.EIO if call == "open" and path in map(str, held) else 0)
+    dead = []
+    for part in range(1, 40):
+        clock.now = part * ALONE_S / 10 + 1.0
+        mode.iterate(maintenance.snapshot())
+        dead.append(len(atomic.names(run.scored / "dead")))
+    assert (dead[8], dead[15], dead[-1]) == (0, 1, 2), "a server that is away costs one now and then"
+
+
+def test_the_last_results_are_given_up_one_by_one_if_none_can_be_read(tmp_path):
+    """Nobody has work then, and supervision would end the run."""
+    assert in_child(collect_the_last_that_cannot_be_read, tmp_path) == 0
 
 
 def wait_for_one_that_nobody_can_read(root, name) -> None:

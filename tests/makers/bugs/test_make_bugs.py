@@ -15,6 +15,7 @@ from hpc_swe.agents.sandboxes.apptainer import Apptainer
 from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.agents.tools.evaluate import Evaluate
 from hpc_swe.base.records import Task
+from hpc_swe.tasks import task_checks
 from hpc_swe.tasks.graders.pytest import Pytest
 from hpc_swe.tasks.patch import difference
 from hpc_swe.tasks.sets.kodcode import Kodcode
@@ -207,6 +208,12 @@ def test_what_was_tried_is_not_tried_again_and_other_options_are_refused(shapes,
     assert sorted(after) == sorted(lines), "and what was tried again ended in the same way"
     refused = refusal(tmp_path / "bugs", str(shapes), "--seed=2")
     assert "was begun with other sources or options" in refused
+
+
+@pytest.mark.slow
+def test_two_commands_do_not_work_in_one_folder(shapes, tmp_path):
+    with task_checks.alone(tmp_path):
+        assert f"{tmp_path}: another command works there" in refusal(tmp_path, str(shapes))
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from tests.kit.coordinator_kit import (
     requests_of,
     result,
     rundir,
+    save,
     training,
 )
 
@@ -216,3 +217,14 @@ def test_what_is_in_the_way_of_a_batch_is_kept_aside(tmp_path):
     (aside,) = [path for path in run.batches.iterdir() if ".broken-" in path.name]
     assert aside.read_bytes() == b"mine"
     assert folders.manifest(run.batch(0), BatchManifest).step == 0
+
+
+def test_a_copy_under_another_name_makes_no_version(tmp_path):
+    """Engines would load it as the newest, and a learner would go on behind it."""
+    run = rundir(tmp_path)
+    export(run, WeightVersion(step=1))
+    save(run, 1)
+    shutil.copytree(run.weight(WeightVersion(step=1)), run.weight(WeightVersion(step=900, incarnation=7)))
+    shutil.copytree(run.checkpoint(1, 0), run.checkpoint(900, 7))
+    assert weights.newest(run) == WeightVersion(step=1)
+    assert checkpoints.published(run) == [(1, 0)]

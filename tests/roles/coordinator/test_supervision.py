@@ -248,6 +248,15 @@ def test_a_run_whose_every_engine_refuses_all_weights_ends(run, looks, ends, stu
     assert (run.stop.exists(), supervision.read(run).gave_up) == (ends, ends)
 
 
+def test_refusals_do_not_end_a_run_whose_learner_still_has_a_batch(run):
+    lease = Lease(run, "coordinator", "1", 1.0)
+    watcher = Supervision(lease, run, SupervisionConfig(), dict.fromkeys(ROLES, 1e9), ROLES, 10, 10.0)
+    for now in (0.0, REFUSED_S + 1):
+        watcher.look(refusing(9, now=now), Progress("results", 1, {}, [], awaits_learner=True))
+    watcher.look(refusing(10, now=REFUSED_S + 2), Progress("results", 1, {}, []))
+    assert not run.stop.exists()
+
+
 def test_progress_of_the_run_forgets_earlier_tries(run):
     story = Story(run, tries=1)
     story.live(120)
