@@ -32,7 +32,8 @@ if [ "$kind" = "not cluster" ]; then
   part repairs tests/pipeline/test_{chaos,hybrid,killed_run}.py # one of them makes the model for all
   part runs tests/pipeline/test_{sft,stuck_run}.py
 fi
-part graders tests/tasks tests/cheats
+part cheats tests/cheats
+part graders tests/tasks
 part makers tests/makers tests/docs
 part learners tests/models/policies tests/roles/learner
 part engines tests/models/engines tests/roles/inference
