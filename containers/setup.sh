@@ -86,7 +86,7 @@ make_venv() {
     echo "$wanted" >"$stamp"
 }
 
-# Each start of a run leaves a link to the run in its environment.
+# Each start of a run that has jobs leaves a link to the run in its environment.
 require_unused() {
     local run
     for run in "$venv"/runs/*; do

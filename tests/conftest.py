@@ -54,6 +54,15 @@ WARM = [
 """What makes the demo's warm start short."""
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _leave_no_link(tmp_path_factory):
+    """What tests have started keeps no `make setup` from filling their environment."""
+    yield
+    for link in Path(sys.prefix, "runs").glob("*"):
+        if tmp_path_factory.getbasetemp().resolve() in link.resolve().parents:
+            link.unlink()
+
+
 @pytest.fixture(scope="session")
 def small_words() -> list[str]:
     """What makes the demo's configuration small."""

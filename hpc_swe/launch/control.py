@@ -50,7 +50,7 @@ def carry_out(plan: RunPlan, *, upgrade: bool = False, finish_s: float = FINISH_
         _update_config(run, config, upgrade=upgrade)
         if upgrade:
             create.renew_code(run)
-    note_interpreter(run)
+    note_interpreter(run, config)
     for order in (run.drain, run.stop):
         order.unlink(missing_ok=True)
     supervision.forget(run)

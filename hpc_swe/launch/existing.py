@@ -15,6 +15,7 @@ from hpc_swe.base.rundir import PROTOCOL, RunDir
 from hpc_swe.base.store import atomic
 from hpc_swe.cluster.executors.base import INTERPRETER
 from hpc_swe.config import config as configuration
+from hpc_swe.config import job_counts
 from hpc_swe.config.settings import RunConfig
 
 T = TypeVar("T")
@@ -108,23 +109,22 @@ def enter(run: RunDir) -> None:
         ) from None
 
 
-def note_interpreter(run: RunDir) -> None:
+def note_interpreter(run: RunDir, config: RunConfig) -> None:
     """Note that jobs run with this interpreter, whichever a tick has, and in its environment that they do.
 
-    containers/setup.sh changes no environment that a run uses.
+    containers/setup.sh changes no environment that a run uses, and passes over links to runs that are gone:
+    another node may know a folder that this one does not see.
     """
     made = atomic.get(run.manifest, RunManifest)
     environment = {**made.environment, INTERPRETER: sys.executable}
     if environment != made.environment:
         atomic.put(run.manifest, msgspec.structs.replace(made, environment=environment))
-    if sys.prefix != sys.base_prefix:
-        uses = Path(sys.prefix, "runs")
+    if any(job_counts.desired(config).values()) and sys.prefix != sys.base_prefix:
+        link = Path(sys.prefix, "runs", made.run_id)
         with suppress(OSError):  # somebody else's environment, which that person guards
-            uses.mkdir(exist_ok=True)
-            for link in uses.iterdir():
-                if not link.exists() or link.name == made.run_id:  # the run is gone, or may have moved
-                    link.unlink(missing_ok=True)
-            (uses / made.run_id).symlink_to(run.root.resolve())
+            link.parent.mkdir(exist_ok=True)
+            link.unlink(missing_ok=True)  # the run may have moved
+            link.symlink_to(run.root.resolve())
 
 
 def _remedy(folder: Path) -> str:

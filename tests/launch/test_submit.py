@@ -237,17 +237,33 @@ def test_silent_scheduler_means_that_nothing_is_submitted(run, config):
 MIXED = [job(0), job(1, "waiting"), job(2, "held"), job(3, "broken")]
 
 
+def write_manifest(run, **environment):
+    empty = dict.fromkeys(("commit", "model_sha256", "config_sha256", "folder"), "")
+    made = RunManifest(**empty, protocol=1, run_id=f"demo-{os.getpid()}", environment=environment)
+    atomic.put(run.manifest, made)
+
+
 def test_a_tick_of_another_python_submits_jobs_of_that_of_the_start(run, config):
     """Cron's tick may belong to an environment for CPUs."""
-    made = RunManifest(
-        **dict.fromkeys(("commit", "model_sha256", "config_sha256", "folder"), ""),
-        **{"protocol": 1, "run_id": run.root.parent.name, "environment": {INTERPRETER: "/gpu/bin/python"}},
-    )
-    atomic.put(run.manifest, made)
+    write_manifest(run, **{INTERPRETER: "/gpu/bin/python"})
     assert run_submit.submission(run, config, "rollout", 1, 1).command[0] == "/gpu/bin/python"
-    existing.note_interpreter(run)
+    existing.note_interpreter(run, config)
     assert run_submit.submission(run, config, "rollout", 1, 1).command[0] == sys.executable
-    assert Path(sys.prefix, "runs", made.run_id).resolve() == run.root.resolve(), "setup.sh finds it"
+
+
+def test_setup_finds_the_runs_whose_jobs_use_its_environment(run, config, tmp_path):
+    write_manifest(run)
+    folder = Path(sys.prefix, "runs")
+    folder.mkdir(exist_ok=True)
+    link, other = folder / f"demo-{os.getpid()}", folder / f"other-{os.getpid()}"
+    link.unlink(missing_ok=True)
+    other.symlink_to(tmp_path / "of-another-node")
+    for count in (0, 200):
+        config.counts["rollout"] = count
+        existing.note_interpreter(run, config)
+        assert link.exists() == bool(count)
+    assert link.resolve() == run.root.resolve()
+    assert other.is_symlink(), "who does not see a run cannot say that it is gone"
 
 
 @pytest.mark.parametrize("order", ["DRAIN", "STOP", "FINISHED"])
