@@ -213,8 +213,8 @@ def main() -> None:
     add = parser.add_argument
     add("source", help="name on a hub, .jsonl, .json, .parquet, or folder saved by datasets")
     add("--out", type=cli.path, required=True, help="parquet file to write")
-    add("--split", default="test", help="part of a dataset")
-    add("--revision", help="revision of a dataset on a hub")
+    add("--split", default="test", help="part of a dataset of a hub or a folder; a file has none")
+    add("--revision", help="revision of a dataset of a hub")
     add("--ids", type=cli.path, help="file of instance ids, one a line: take these, in this order")
     add("--skip-bad", action="store_true", help="leave out rows that cannot be used")
     arguments = cli.parse(parser)

@@ -1,4 +1,4 @@
-"""Load buggy programs with tests from a folder of folders, or from parquet or JSONL rows.
+"""Load buggy programs with tests from a folder of folders, or from a .jsonl, .json or .parquet file of rows.
 
 The agent sees half of the tests and may run them; a solution must pass all of them, so that a table of the
 visible answers earns nothing. The task's id alone decides which half is visible. Changes of the agent to test
@@ -36,7 +36,8 @@ class Programs(Plugin, Taskset, frozen=True, kw_only=True):
     taskset: ClassVar[str] = "programs"
     """Name in `Task.taskset`."""
     train: str = ""
-    """Training programs: a folder of folders with a test.py each, or a .jsonl or .parquet file of rows."""
+    """Training programs: a folder of folders with a test.py each, or a .jsonl, .json or .parquet file of
+    rows."""
     eval: str = ""
     """Held-out programs, in the same forms."""
     image: str = "python-pytest"
@@ -44,8 +45,8 @@ class Programs(Plugin, Taskset, frozen=True, kw_only=True):
     timeout_s: float = 30.0
     """Seconds that all tests of a task may take together."""
     hidden: float = 0.5
-    """Share of a task's tests that are not in the agent's files, rounded down: of five tests and 0.5 it gets
-    three; 0 shows all of them. A row with a column `tests` has its visible ones in `files`, as they are."""
+    """Share of a task's tests that the agent does not see, rounded down: with 0.5 it sees three of five, with
+    0 all of them. Of a row with a column `tests` it sees those in `files`, whatever the share is."""
     first_message: Literal["statement_and_files", "statement", "directory_tree"] = "statement_and_files"
     """What the first message says: the problem statement with the names of the files, the statement alone, or
     the files as a tree alone."""

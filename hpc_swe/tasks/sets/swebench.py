@@ -1,4 +1,4 @@
-"""Load tasks from rows of SWE-bench: a JSONL or Parquet file, and perhaps a file of ids that selects some.
+"""Load tasks from a file of rows of SWE-bench, or those of them that a file of ids selects.
 
 Two formats of rows become the same `Task`. Rows of swebench 5 contain their eval script. Rows of SWE-bench
 Verified and before it (12 columns) do not, and swebench no longer makes one: a `Recipe` for the row's
@@ -38,7 +38,7 @@ class Source(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A source names the files of one split's tasks; without rows the split has no tasks."""
 
     rows: str = ""
-    """A .jsonl or .parquet file."""
+    """A .jsonl, .json or .parquet file."""
     ids: str = ""
     """A file with one instance id a line, which selects; empty is all rows."""
 
