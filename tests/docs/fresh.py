@@ -146,7 +146,7 @@ RULES = (
         "needs a GPU",
     ),
     (r"python -m hpc_swe\.select_rows .*", LOOKED_UP, "needs a finished evaluation"),
-    (r"python -m hpc_swe\.check configs/swepdb\.toml .*", LOOKED_UP, "needs the rows of the hub"),
+    (r"python -m hpc_swe\.check configs/(?:swepdb|repair_1b)\.toml .*", LOOKED_UP, "needs rows"),
     (r".*configs/swebench\.toml.*", LOOKED_UP, "needs the rows of the hub"),
     (r"python -m hpc_swe\.evaluate configs/swepdb\.toml .*", LOOKED_UP, CLUSTER),
     (r"python -m hpc_swe\.evaluate kodcode .*", LOOKED_UP, "needs a model and its engine"),
