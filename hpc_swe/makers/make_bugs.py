@@ -153,17 +153,14 @@ class Maker:
             bar = progress.add_task("mutants", total=len(found), completed=len(found) - len(todo))
             waiting = iter(todo)
             running = {self._submit(pool, each): each for each in islice(waiting, 2 * self.workers.jobs)}
-            try:
-                while running and not (limit and valid >= limit):
-                    future = next(as_completed(running))
-                    one = self._tried(running.pop(future), *future.result())
-                    tried[one.task_id] = one
-                    task_checks.append(path, one)
-                    valid += one.verdict == VALID
-                    progress.update(bar, description=f"{valid} valid tasks", advance=1)
-                    running |= {self._submit(pool, each): each for each in islice(waiting, 1)}
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
+            while running and not (limit and valid >= limit):
+                future = next(as_completed(running))
+                one = self._tried(running.pop(future), *future.result())
+                tried[one.task_id] = one
+                task_checks.append(path, one)
+                valid += one.verdict == VALID
+                progress.update(bar, description=f"{valid} valid tasks", advance=1)
+                running |= {self._submit(pool, each): each for each in islice(waiting, 1)}
         return [tried[each.task_id] for each in found if each.task_id in tried]
 
     @staticmethod

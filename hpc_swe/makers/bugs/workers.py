@@ -7,12 +7,17 @@ import logging
 import multiprocessing
 import signal
 import warnings
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from hpc_swe.agents.sandboxes.base import WatchedSandboxes
-from hpc_swe.base.errors import SandboxError
+from hpc_swe.base.errors import HpcSweError, SandboxError
 from hpc_swe.cluster.processes import die_with_parent
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.makers.bugs.attempts import Trier
@@ -22,6 +27,8 @@ from hpc_swe.makers.bugs.statements import Kind
 from hpc_swe.makers.bugs.surveys import Survey
 from hpc_swe.makers.bugs.trials import TrialPlace
 
+END_S = 600.0
+"""Longest wait for a worker to end an attempt that nobody needs any more."""
 Attempted = tuple[str, dict[str, Any]]
 """Verdict of `Trier.attempt`, and the row of a valid task."""
 
@@ -41,10 +48,25 @@ class TrierWorkers:
     timeout_s: float
     statement: Kind
 
-    def pool(self) -> ProcessPoolExecutor:
-        """Return the processes, each with one trier; they end with this one."""
+    @contextmanager
+    def pool(self) -> Iterator[Executor]:
+        """Open the processes, each with one trier; they end with this one.
+
+        Raise HpcSweError if one of them was killed, and cancel what none of them has begun.
+        """
         context = multiprocessing.get_context("spawn")
-        return ProcessPoolExecutor(self.jobs, context, _begin, (self,))
+        pool = ProcessPoolExecutor(self.jobs, context, _begin, (self,))
+        try:
+            yield pool
+        except BrokenProcessPool:
+            raise HpcSweError(
+                "a process that tries mutants was killed, often for lack of memory, or did not begin for the "
+                "reason above; lower --jobs and call again, what was tried is kept"
+            ) from None
+        finally:
+            workers = multiprocessing.active_children()
+            pool.shutdown(wait=False, cancel_futures=True)
+            _await_end(workers)
 
     def trier(self) -> Trier:
         """Return a trier with sandboxes of its own."""
@@ -58,6 +80,18 @@ def attempt(source: CodeSource, survey: Survey, mutant: Mutant, task_id: str) ->
         return _own[0].attempt(source, survey, mutant, task_id)
     except SandboxError:
         return _own[0].attempt(source, survey, mutant, task_id)
+
+
+def _await_end(workers: Sequence[BaseProcess]) -> None:
+    """Wait until all workers have ended; kill the others where one was killed or none ends within END_S.
+
+    A worker that is killed may hold the lock of the queue that the others read their end from.
+    """
+    while alive := [worker for worker in workers if worker.is_alive()]:
+        ended = connection.wait([worker.sentinel for worker in alive], END_S)
+        if not ended or any(worker.exitcode for worker in workers):
+            for worker in alive:
+                worker.kill()
 
 
 def _begin(workers: TrierWorkers) -> None:
