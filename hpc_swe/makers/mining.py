@@ -15,7 +15,7 @@ import msgspec
 
 from hpc_swe.agents.sandboxes.base import Sandboxes
 from hpc_swe.base import loader
-from hpc_swe.base.errors import ConfigError, EpisodeError, HpcSweError, StorageError, boundary
+from hpc_swe.base.errors import ConfigError, DeadlineError, EpisodeError, HpcSweError, StorageError, boundary
 from hpc_swe.base.records import Task
 from hpc_swe.makers.history import Candidate
 from hpc_swe.makers.images import links
@@ -165,7 +165,7 @@ class Trial:
         try:
             if self.images:
                 self.images.store.build(self.images.source, Problem(task, patch))
-        except StorageError:
+        except (StorageError, DeadlineError):
             raise
         except HpcSweError as error:
             return "no_image", str(error), found

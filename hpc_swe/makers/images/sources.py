@@ -79,8 +79,7 @@ class Built:
                 run("cp", "--archive", "--reflink=auto", str(self.base.resolve()), str(made))
                 self._install(made, task.workdir)
                 made.rename(environment)
-        with links.changing():
-            _copy(environment, tree)
+        _copy(environment, tree)
         stage(self.repository, task.base_commit, tree / task.workdir.lstrip("/"))
         if self.set_up and self.sandbox:
             _add_made_files(self.sandbox, msgspec.structs.replace(task, image=tree.name), self.set_up, work)
@@ -260,8 +259,10 @@ def _add(folder: Path, name: str, sandbox: Sandbox) -> None:
 
 def _copy(tree: Path, to: Path) -> None:
     """Copy a tree by links, where the file system has them."""
-    try:
-        run("cp", "--archive", "--link", str(tree), str(to))
-    except HpcSweError:
-        remove(to)
-        run("cp", "--archive", "--reflink=auto", str(tree), str(to))
+    with links.changing():
+        try:
+            run("cp", "--archive", "--link", str(tree), str(to))
+            return
+        except HpcSweError:
+            remove(to)
+    run("cp", "--archive", "--reflink=auto", str(tree), str(to))

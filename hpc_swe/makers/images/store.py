@@ -85,7 +85,8 @@ class ImageStore:
         digest = source.digest(task)
         if self.has(digest, *problems):
             return False
-        with self._scratch() as work:
+        has_links = isinstance(source, Built)
+        with self._scratch(has_links) as work:
             tree, sif = work / "tree", work / "image.sif"
             set_up = source.lay_out(task, set[str]().union(*(one.exact for one in problems)), work)
             found = _search(tree, problems)
@@ -110,7 +111,7 @@ class ImageStore:
                 leaks=found,
                 searched=sorted(one.digest for one in problems),
             )
-            self._put(work, done, isinstance(source, Built))
+            self._put(work, done, has_links)
         return True
 
     def discard(self, task: Task) -> None:
@@ -180,7 +181,7 @@ class ImageStore:
         return same and is_searched and (self.images / f"{task.image}.sif").exists()
 
     @contextmanager
-    def _scratch(self) -> Iterator[Path]:
+    def _scratch(self, has_links: bool) -> Iterator[Path]:
         """Make a folder on the images' file system, where renames are atomic."""
         work = Path(tempfile.mkdtemp(prefix=".work.", dir=self.images.absolute()))
         try:
@@ -189,7 +190,9 @@ class ImageStore:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             raise (StorageError if full else HpcSweError)(str(error)) from None
         finally:
-            _remove(work)
+            if has_links:
+                _remove(work / "tree")  # it is there no more once the image is complete
+            remove(work)
 
 
 def _remove(folder: Path) -> None:
