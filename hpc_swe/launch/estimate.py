@@ -6,9 +6,10 @@ if every episode filled its context.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.records import Role
@@ -20,6 +21,7 @@ from hpc_swe.models.model_shape import ModelShape
 from hpc_swe.models.policies.base import WRITERS
 from hpc_swe.roles.coordinator import evaluation, sft, training
 
+T = TypeVar("T")
 BATCH_TOKEN = 17  # bytes of a token in a batch: id, log-probability, advantage, weight of 4 each; mask
 EPISODE_TOKEN = 12  # bytes of a token in an episode: id, log-probability, about four letters of messages
 COMPANIONS, COMPANION_FILES = 16e6, 8  # bytes and files of a tokenizer and of settings beside weights
@@ -134,20 +136,26 @@ def costs(config: RunConfig, asked: Mapping[Role, RoleJobs]) -> Costs:
     """Estimate what the jobs of a run need. A check of the start says why a model cannot be read."""
     wanted, model, policy = desired(config), Path(config.model), config.policy
     sizes = (config.learner.data_parallel, config.batches.microbatch_tokens)
-    has_engine = wanted.get("inference") or is_hybrid(config)
+    learner = engine = None
+    if wanted.get("learner"):
+        learner = _readable(lambda: policy.memory(model, *sizes, config.kept))
+    if wanted.get("inference") or is_hybrid(config):
+        engine = _readable(lambda: config.engine.memory(model, config.rollout.context))
+    return Costs(
+        learner,
+        engine,
+        _gpu_needs(config, asked, learner, engine),
+        _host(config, asked["learner"], learner, engine) if learner else [],
+        _readable(lambda: _disk(config, policy.files(model) if "learner" in wanted else None)) or [],
+    )
+
+
+def _readable(estimate: Callable[[], T]) -> T | None:
+    """Return an estimate; None if its model cannot be read, which others may not need."""
     try:
-        learner = policy.memory(model, *sizes, config.kept) if wanted.get("learner") else None
-        files = policy.files(model) if "learner" in wanted else None
-        engine = config.engine.memory(model, config.rollout.context) if has_engine else None
-        return Costs(
-            learner,
-            engine,
-            _gpu_needs(config, asked, learner, engine),
-            _host(config, asked["learner"], learner, engine) if learner else [],
-            _disk(config, files),
-        )
+        return estimate()
     except ConfigError:
-        return Costs()
+        return None
 
 
 def _gpu_needs(

@@ -5,8 +5,10 @@ import os
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
+from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.cluster.executors.slurm import Resources, Slurm
 from hpc_swe.config import config as configuration
@@ -286,6 +288,21 @@ def test_what_is_asked_of_slurm_is_counted_for_each_role(read):
 
 def costs(config):
     return estimate.costs(config, estimate.jobs(config))
+
+
+class Strange(Vllm, frozen=True, kw_only=True):
+    """An engine that cannot read the model."""
+
+    def memory(self, model, context):
+        raise ConfigError("no such model")
+
+
+def test_what_an_engine_does_not_know_takes_no_other_estimate_away(read):
+    known = read("engine.device=gpu", "policy.device=gpu")
+    found, full = costs(msgspec.structs.replace(known, engine=Strange())), costs(known)
+    assert found.engine is None
+    assert found.learner is not None
+    assert (found.learner, found.host, found.disk) == (full.learner, full.host, full.disk)
 
 
 def crowded(*words):
