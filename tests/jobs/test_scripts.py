@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -139,6 +140,32 @@ def test_runs_that_ended_are_ticked_for_a_day_and_then_passed_over(tmp_path: Pat
             os.utime(run.control / (order or "notes"), times=(time.time() - 90_000,) * 2)
     script("tick.sh", tmp_path / "runs", HPC_SWE_PYTHON=tmp_path / "python")
     assert (tmp_path / "ticked").read_text().split() == ["live", "new"]
+
+
+def test_ticks_take_no_environment_that_is_not_filled_or_not_the_run_s(tmp_path: Path) -> None:
+    """A run of older code names no Python: its jobs get that of its ticks, which was that of .venv."""
+    checkout = tmp_path / "checkout"
+    (checkout / "sbatch").mkdir(parents=True)
+    for name in ("python", "tick.sh"):
+        shutil.copy(ROOT / "sbatch" / name, checkout / "sbatch")
+    for name in (".venv", ".venv-gpu"):
+        python = checkout / name / "bin/python"
+        python.parent.mkdir(parents=True)
+        note = f"echo $(basename $run) {name} >> {tmp_path}/ticked"
+        python.write_text(f"#!/bin/sh\nfor run; do :; done; {note}\n")
+        python.chmod(0o755)
+    for name, environment in (("new", {"HPC_SWE_PYTHON": "/gpu/bin/python"}), ("old", {})):
+        run = RunDir(tmp_path / "runs" / name)
+        run.control.mkdir(parents=True)
+        run.config.write_text("{}")
+        run.manifest.write_text(json.dumps({"environment": environment}))
+    for is_filled in (False, True):
+        if is_filled:
+            (checkout / ".venv-gpu/setup.stamp").touch()
+        tick = [checkout / "sbatch/tick.sh", tmp_path / "runs"]
+        subprocess.run(tick, env={"PATH": os.environ["PATH"]}, check=True, timeout=600)
+    ticked = (tmp_path / "ticked").read_text().splitlines()
+    assert ticked == ["new .venv", "old .venv", "new .venv-gpu", "old .venv"]
 
 
 @pytest.mark.parametrize("size", SWEPDB)
