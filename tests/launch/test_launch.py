@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 
 from hpc_swe.base.errors import ConfigError, DeadlineError, StaleRun, StorageError
@@ -14,6 +15,7 @@ from hpc_swe.base.records import RunManifest
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, stop_signs, submissions, supervision, tasks
 from hpc_swe.config import config as configuration
+from hpc_swe.config.settings import StopConfig
 from hpc_swe.launch import control, create, existing, plan, submit
 from tests.kit.checkout import ROOT
 from tests.kit.waiting import DEADLINE_S, until
@@ -175,6 +177,18 @@ def test_start_with_other_signs_takes_a_run_up_again_that_one_has_ended(tmp_path
     control.start(run, read("stop.gap=0.1"))
     assert not run.finished.exists()
     assert stop_signs.read(run).reason == ""
+
+
+def test_a_sign_by_bounds_that_a_living_learner_kept_is_cleared(tmp_path, read):
+    run, new = RunDir(tmp_path / "run"), read("stop.gap=0.1")
+    control.start(run, read("stop.gap=0.01"))
+    control.start(run, new)
+    for gap, stands in ((0.01, False), (0.1, True)):  # the bound of the learner that has found the sign
+        bounds = msgspec.to_builtins(StopConfig(gap=gap))
+        atomic.put(run.stop_signs, stop_signs.SignRecord(reason="gap/k3 was above", bounds=bounds))
+        run.finished.touch()
+        control.start(run, new)
+        assert (run.finished.exists(), bool(stop_signs.read(run).reason)) == (stands, stands)
 
 
 def test_of_concurrent_starts_one_makes_the_run_and_others_are_refused(tmp_path, read):

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from hpc_swe.base.errors import ConfigError, DeadlineError
-from hpc_swe.base.records import Node
+from hpc_swe.base.errors import ConfigError, DeadlineError, HpcSweError
+from hpc_swe.base.records import Node, StatusReport, WeightVersion
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic
 from hpc_swe.cluster.executors.base import Job
@@ -111,6 +111,19 @@ def test_jobs_that_keep_dying_end_the_watch_at_once(run):
     assert run.stop.exists()
 
 
+def test_a_run_that_was_ordered_to_end_has_not_succeeded(run):
+    with pytest.raises(HpcSweError, match="ordered to end before it had finished"):
+        watch(run, config(Scripted(lambda _: run.drain.touch(), end)), WAIT_S)
+
+
+def test_a_refusal_is_logged_once_and_not_at_every_look(run, caplog):
+    scheduler = Scripted(refusal, *[nothing] * 5, health, lambda _: run.finished.touch(), end)
+    watch(run, config(scheduler), WAIT_S)
+    assert [record.message for record in caplog.records if "refuses" in record.message] == [
+        "stuck rollout: sbatch refuses it: Required partition not available (inactive or drain)"
+    ]
+
+
 @pytest.mark.parametrize(
     ("plan", "ago_s", "roles"),
     [
@@ -174,3 +187,20 @@ def test_ctrl_c_gives_a_learner_without_new_steps_no_time(run, learning):
     atomic.put(run.node("learner-9-1"), Node(owner="x", role="learner", beat=1, host="here", pid=1, step=0))
     learning[0](nothing, nothing, end)
     assert not run.drain.exists()
+
+
+def test_what_keeps_engines_from_their_work_is_said_once(run, caplog):
+    def report(**troubles):
+        empty = {"roles": [], "spools": {}, "recent": {}, "errors": []}
+        told = StatusReport(beat=1, waits_for="", step=0, newest=WeightVersion(), troubles=troubles, **empty)
+        return lambda _: atomic.put(run.status, told)
+
+    refused = report(engine_1="refused v000001-i01: the probe", engine_2="refused v000001-i01: the probe")
+    works = [report(), nothing, report(engine_2="restart 1 of 5: no answer")]
+    scheduler = Scripted(refused, nothing, *works, lambda _: run.finished.touch(), end, jobs=[RUNNING])
+    watch(run, config(scheduler), WAIT_S)
+    said = [record.message for record in caplog.records if "engine_" in record.message]
+    assert [line.partition(": ")[2] for line in said] == [
+        "refused v000001-i01: the probe",
+        "restart 1 of 5: no answer",
+    ]

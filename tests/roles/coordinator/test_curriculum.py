@@ -154,6 +154,10 @@ def test_weights_add_up_to_visits_and_so_does_what_is_learned(awaited):
         assert groups < 0.6, name
 
 
+def test_a_group_without_results_says_nothing_about_its_task():
+    assert planned(REST).consume([Group(("train", 0), [])], 1).tasks == {}
+
+
 def test_one_episode_does_not_settle_its_task():
     plan = planned(REST, [WeightedTasks("", ("a",))])
     one = closed(plan, 0, (0, 0))

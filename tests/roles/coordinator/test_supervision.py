@@ -6,13 +6,13 @@ import pytest
 from hpc_swe.base.errors import StuckRun
 from hpc_swe.base.records import Node, WeightVersion
 from hpc_swe.base.rundir import SPOOLS
-from hpc_swe.base.store import supervision
+from hpc_swe.base.store import atomic, supervision
 from hpc_swe.base.store.lease import Lease
 from hpc_swe.base.store.spool import STATES, Address
 from hpc_swe.base.store.supervision import Clocks, RunPart
 from hpc_swe.config.settings import SupervisionConfig
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
-from hpc_swe.roles.coordinator.supervision import LAST_STACKS_S, REFUSED_S, Supervision, parts
+from hpc_swe.roles.coordinator.supervision import KEPT_VERDICTS, LAST_STACKS_S, REFUSED_S, Supervision, parts
 
 ROLES = ("coordinator", "learner", "inference", "rollout", "reward")
 LIMITS = dict.fromkeys(ROLES, 100.0)
@@ -302,6 +302,15 @@ def test_a_coordinator_that_restarts_often_finds_a_stuck_part_too(run):
         story.restart()
         story.live(20)
         assert story.now < 400
+
+
+def test_only_the_stacks_of_old_verdicts_are_deleted(run):
+    run.stacks.mkdir()
+    for number in (1, 2, 3):
+        run.stack(number, "reward-1-aa").touch()
+    atomic.put(run.supervision, supervision.Verdict(number=KEPT_VERDICTS + 1))
+    Story(run, tries=1).live(120)
+    assert atomic.names(run.stacks) == ["000002-reward-1-aa.txt", "000003-reward-1-aa.txt"]
 
 
 def test_who_sets_no_limit_is_never_judged(run):

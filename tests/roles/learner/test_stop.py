@@ -50,6 +50,21 @@ def test_without_bounds_nothing_ends_and_only_the_first_steps_are_kept(tmp_path)
     assert [each.step for each in stop_signs.read(run).steps] == [0, 1]
 
 
+def test_a_length_is_compared_with_the_first_steps_when_batches_are_raised(tmp_path):
+    """Only so many were kept as there were batches; later ones do not stand in for the others."""
+    run = rundir(tmp_path)
+    steps(run, StopConfig(batches=2), {"episodes/tokens": [100.0] * 2 + [300.0] * 8})
+    found = steps(run, StopConfig(batches=4, length_growth=2), {"episodes/tokens": [300.0] * 4}, 10)
+    assert found[:-1] == [""] * 3
+    assert "above 200 in steps 10 to 13" in found[-1]
+
+
+def test_the_record_stays_small_and_knows_the_first_lengths(tmp_path):
+    run, config = rundir(tmp_path), StopConfig(batches=2, length_growth=3)
+    assert not any(steps(run, config, {"episodes/tokens": [100.0] * 2 + [250.0] * 40}))
+    assert [each.step for each in stop_signs.read(run).steps] == [0, 1, 40, 41]
+
+
 def test_steps_that_are_trained_again_replace_themselves(tmp_path):
     run, config = rundir(tmp_path), StopConfig(gap=0.01)
     assert steps(run, config, {"gap/k3": [0.1, 0.1]}) == ["", ""]

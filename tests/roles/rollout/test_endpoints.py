@@ -63,6 +63,23 @@ def test_an_outage_suspends_as_long_however_many_requests_it_meets(pool: Pool, r
     assert not pool.is_suspended()
 
 
+@pytest.mark.parametrize(
+    ("noticed_s", "serves_at_s"), [(0.5, 1.0), (5.0, 6.0)], ids=["in the suspension", "after it"]
+)
+def test_who_notices_an_outage_late_does_not_double_it(
+    pool: Pool, noticed_s: float, serves_at_s: float
+) -> None:
+    """A request whose engine stopped answering is silent for a minute before it counts as failed."""
+    late = [pool.begin() for _ in range(8)]
+    pool.fail_together(1)
+    pool.clock.now = noticed_s
+    pool.end(late)
+    pool.clock.now = serves_at_s - 0.01
+    assert pool.is_suspended()
+    pool.clock.now = serves_at_s + 0.01
+    assert not pool.is_suspended()
+
+
 def test_an_answer_ends_what_earlier_failures_count(pool: Pool) -> None:
     pool.fail_together(1)
     pool.clock.now = 1.5
