@@ -199,6 +199,53 @@ def test_a_program_may_have_methods_named_as_tests(tmp_path: Path) -> None:
     assert score.outcome == "resolved"
 
 
+SWAPS = {
+    "its file": "import pathlib\npathlib.Path('test_b.py').write_text('{empty}')\n",
+    "its module's file": "import pathlib\npathlib.Path('cases.py').write_text('{empty}')\n",
+    "its module": "import sys, types\nsys.modules['cases'] = types.ModuleType('cases')\n"
+    "exec('{empty}', vars(sys.modules['cases']))\n",
+    "its method": "import cases\nns = {{}}\nexec('{empty}', ns)\ncases.Mixed = ns['Mixed']\n",
+}
+EMPTY = "class Mixed:\\n    def test_five(self): pass\\n"
+EMPTY_FILE = "import unittest\\nclass Five(unittest.TestCase):\\n    test_five = lambda self: None\\n"
+
+
+@pytest.mark.parametrize("swap", SWAPS)
+def test_a_program_cannot_replace_tests_that_others_inherit(tmp_path: Path, swap: str) -> None:
+    task = of_two_files(tmp_path, HEAD + f"from cases import Mixed\n{INHERITS}")
+    empty = EMPTY_FILE if swap == "its file" else EMPTY
+    assert graded(task, WRONG + SWAPS[swap].format(empty=empty))[0] != "resolved"
+    assert graded(task, RIGHT) == ("resolved", [])
+
+
+def test_a_patch_empties_no_tests_that_its_program_is_needed_for(tmp_path: Path) -> None:
+    task = of_two_files(tmp_path, HEAD + f"from mod import g\nfrom cases import Mixed\n{INHERITS}")
+    emptied = difference("cases.py", MIXED, "class Mixed: pass\n")
+    patch = emptied + difference("mod.py", BROKEN, f"{WRONG}def g(): pass\n")
+    score = Pytest().grade(task, patch, Process())
+    assert score.outcome == "unresolved"
+    assert score.detail.endswith("(put back, since tests are from them: cases.py)")
+
+
+def of_two_files(folder: Path, other: str) -> Task:
+    """Return a task whose second test file inherits its test from a module beside the program."""
+    task = task_of(folder, HEAD + FOUR)
+    tests = {**task.tests.files, "test_b.py": other}
+    plan = msgspec.structs.replace(task.tests, files=tests, command="pytest test.py test_b.py")
+    return msgspec.structs.replace(task, files=task.files | tests | {"cases.py": MIXED}, tests=plan)
+
+
+def test_a_program_that_is_named_as_a_test_may_change_where_others_count(tmp_path: Path) -> None:
+    program = "LIMIT = 3\ndef test_pair(n):\n    return n * 2\n"
+    task = task_of(
+        tmp_path, "from mod import test_pair\ndef test_a():\n    assert test_pair(2) == 6\n", program
+    )
+    task = msgspec.structs.replace(
+        task, tests=msgspec.structs.replace(task.tests, fail_to_pass=["test.py::test_a"])
+    )
+    assert graded(task, program.replace("* 2", "* 3")) == ("resolved", [])
+
+
 @pytest.mark.parametrize("more", HARMLESS.values(), ids=HARMLESS.keys())
 def test_tests_that_cannot_pass_cost_no_right_program(tmp_path: Path, more: str) -> None:
     task = task_of(tmp_path, HEAD + FOUR + "\n" + more)

@@ -21,6 +21,7 @@ from hpc_swe.tasks.graders._exam import Exam, TestReport
 from hpc_swe.tasks.graders._sealing.sealed import Sealed
 from hpc_swe.tasks.patch import apply
 from hpc_swe.tasks.second_run import run_reliably
+from hpc_swe.tasks.visible_tests import holds_tests, name_of, names_of_tests
 
 HOME = "a test is from "
 """Beginning of the sign by which the guard names the file of a test."""
@@ -59,9 +60,19 @@ class Base:
         return self._asked(sandboxes, "--collect-only").collected
 
     def homes(self, sandboxes: Sandboxes) -> set[str]:
-        """Return the files that these tests are from, also by inheritance or an import."""
+        """Return the files that these tests are from, also by inheritance or an import.
+
+        Of a task that names its tests, a file counts only if it defines a function of one of these names.
+        """
         signs = self._asked(sandboxes, "--collect-only").odd
-        return {file for sign, files in signs.items() if sign.startswith(HOME) for file in files}
+        found = {file for sign, files in signs.items() if sign.startswith(HOME) for file in files}
+        ids = [*self.task.tests.fail_to_pass, *self.task.tests.pass_to_pass]
+        named = {name_of(one).rpartition(".")[2] for one in ids}
+        if not named:
+            return found
+        texts = {file: self.task.files.get(file, "") for file in found}
+        defined = {file: {*names_of_tests(text)} for file, text in texts.items() if holds_tests(text)}
+        return {file for file, names in defined.items() if named & {one.rpartition(".")[2] for one in names}}
 
     def report(self, sandboxes: Sandboxes) -> TestReport:
         """Return how the tests end; raise SandboxError if the host failed."""

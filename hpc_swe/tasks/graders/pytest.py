@@ -36,6 +36,8 @@ class _TestRun:
 
     task: Task
     exam: Exam
+    kept: set[str]
+    """Files of tests that the patch changes, and that were put back."""
     base: Base
     result: CommandResult
     report: TestReport
@@ -108,7 +110,8 @@ class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
     def _run(self, task: Task, patched: dict[str, str], opened: Places, sandboxes: Sandboxes) -> _TestRun:
         modules = self._modules(task, opened)
         base = base_of(task, modules)
-        exam = Exam(task, patched, modules, _judges(base, patched, sandboxes))
+        kept = _judges(base, patched, sandboxes)
+        exam = Exam(task, patched, modules, kept)
         result, report = run_reliably(
             lambda: exam.run(sandboxes), lambda ended: ended[0].timed_out, task.tests.timeout_s
         )
@@ -117,6 +120,7 @@ class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
         return _TestRun(
             task=task,
             exam=exam,
+            kept=kept,
             base=base,
             result=result,
             report=report,
@@ -147,23 +151,27 @@ class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
             detail = f"values of {', '.join(values)} equal everything"
             return self.score(task, "cheated", (), detail, seconds)
         detail = ending(ran.result) + _SEALED * bool(exam.answers.checks)
+        if ran.kept:
+            detail += f"\n(put back, since tests are from them: {', '.join(sorted(ran.kept))})"
         return self.score(task, "resolved" if is_resolved else "unresolved", passed, detail, seconds)
 
 
 def _judges(base: Base, patched: Mapping[str, str], sandboxes: Sandboxes) -> set[str]:
     """Return the files that a patch changes and that tests are from: they inherit or import them.
 
-    Where no test can be collected without the patch, these are the files that define tests and nothing else.
-    Never is the file that holds the program of published sets among them.
+    Where a file's tests cannot be collected without the patch, also files count that define tests and nothing
+    else. Never is the file that holds the program of published sets among them.
     """
     texts = {path: text for path, text in base.task.files.items() if patched.get(path) != text}
     doubtful = {path for path, text in texts.items() if path != SOLUTION and holds_tests(text)}
     doubtful -= base.task.tests.files.keys()
     if not doubtful:  # then nothing needs to be run
         return set()
-    if base.collected(sandboxes):
-        return doubtful & base.homes(sandboxes)
-    return {path for path in doubtful if holds_only_tests(texts[path])}
+    found = doubtful & base.homes(sandboxes)
+    collected = {name.partition("::")[0] for name in base.collected(sandboxes)}
+    if base.modules.keys() - collected:
+        found |= {path for path in doubtful if holds_only_tests(texts[path])}
+    return found
 
 
 def _naming(task: Task, wanted: set[str]) -> Task:

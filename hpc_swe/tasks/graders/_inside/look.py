@@ -64,17 +64,20 @@ def look_at_test(guard: Any, label: str, name: str, function: Any, file: Any = N
     """Report the file of the work tree that a test is from, or that the test differs from its file.
 
     A test whose name its file does not define was made by a loop, a wrapper or a plugin: only code of other
-    files of the work tree is reported then. The file is named by `label`, if not by `file`.
+    files of the work tree, or of none, is reported then; a file that calls `exec` may make tests of no file.
+    The file is named by `label`, if not by `file`.
     """
     for one in reachable(function):
         if exact(one.__code__.co_name) == exact(name) and is_written(guard, one.__code__):
             _look_at_function(guard, exact(label), one)
             return
-    if _is_defined(guard, exact(file) or guard.root + "/" + exact(label).partition("::")[0], exact(name)):
+    path = exact(file) or guard.root + "/" + exact(label).partition("::")[0]
+    if _is_defined(guard, path, exact(name)):
         odd(guard, exact(label) + " differs from its file")
         return
+    executes = any("exec" in code.co_names for code in read_codes(guard, place(guard, path)).values())
     for home in files_of(guard, function):
-        if home and home[0] != "/":
+        if home[:1] != "/" and (home or not executes):
             odd(guard, exact(label) + " differs from its file", home)
 
 
