@@ -295,6 +295,13 @@ def test_folder_that_cannot_be_made_names_itself_and_the_option(tmp_path, read, 
         control.start(RunDir(tmp_path / "file" / "run"), read(f"mode={mode}"))
 
 
+@pytest.mark.parametrize("name", ["file", "file/run"])
+def test_a_file_where_a_run_is_looked_for_is_no_run(tmp_path, name):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ConfigError, match=f"{name}: no run here"):
+        existing.load(RunDir(tmp_path / name))
+
+
 def test_run_of_another_protocol_names_the_commit_that_reads_it(tmp_path, read):
     run = RunDir(tmp_path / "run")
     control.start(run, read())

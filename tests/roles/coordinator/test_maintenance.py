@@ -346,6 +346,20 @@ def test_status_says_who_lives_what_lies_where_and_what_is_waited_for(run):
     assert report.troubles == {"rollout-1-00000001": "no engine answers"}
 
 
+def test_status_tells_the_silent_from_the_living_and_the_oldest_message(run, clock):
+    training(run).iterate(make_maintenance(run).snapshot())
+    maintenance = make_maintenance(run, clock)
+    for beat in range(3):
+        show(run, "rollout-1-00000001", 1)
+        show(run, "rollout-2-00000002", beat)
+        snapshot = maintenance.snapshot()
+        clock.now += 1.0
+    maintenance.publish(snapshot, PROGRESS, {"rollout": 2}, 5.0)
+    report = atomic.get(run.status, StatusReport)
+    assert [(r.alive, r.silent) for r in report.roles] == [(2, 1)]
+    assert report.oldest_s == {"requests": 2.0}
+
+
 def test_too_little_space_is_said(run):
     maintenance = make_maintenance(run, retention=RetentionConfig(free_space_floor_gb=1e9))
     maintenance.publish(maintenance.snapshot(), PROGRESS, {}, 5.0)
