@@ -262,7 +262,8 @@ def _all_but_own(module: str, used: set[str], programs: Iterable[Mapping[str, st
         defined, lines = defined | names, lines | dict.fromkeys(imports)
     if not (own := sorted(used - defined)):
         return f"from {module} import *"
-    exported = "_has.get('__all__', [_n for _n in _has if _n[:1] != '_'])"
+    # join makes plain text, since a name in __all__ may be of a class whose hash and equality lie
+    exported = "[''.join([_n]) for _n in _has.get('__all__', [_n for _n in _has if _n[:1] != '_'])]"
     return "; ".join(
         [
             *lines,

@@ -134,6 +134,29 @@ def test_tests_get_all_that_a_patch_writes(tmp_path: Path, program: str, added: 
     assert Pytest().grade(task, wrong, Process()).outcome == "unresolved"
 
 
+LYING = """
+class Name(str):
+    asked = 0
+    def __hash__(self):
+        Name.asked += 1
+        return 7 if Name.asked == 1 else hash(str(self))
+    def __eq__(self, other):
+        return str(self) == str(other)
+def sorted(x):
+    return [1, 2]
+__all__ = ["f", Name("sorted")]
+"""
+
+
+def test_a_name_whose_hash_lies_brings_no_name_of_python(tmp_path: Path) -> None:
+    test = "from solution import *\ndef test_a():\n    assert sorted(f(0)) == [1, 2]\n"
+    files = [{"path": "solution.py", "content": STUB}, {"path": "test.py", "content": test}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"task_id": "a", "files": files}) + "\n")
+    (task,) = Programs(eval=str(tmp_path / "rows.jsonl")).load("eval")
+    for program, outcome in ((STUB + LYING, "unresolved"), (STUB.replace("0", "[2, 1]"), "resolved")):
+        assert Pytest().grade(task, difference("solution.py", STUB, program), Process()).outcome == outcome
+
+
 def test_ids_in_a_row_are_kept_and_hidden_by_their_functions(tmp_path: Path) -> None:
     test = (
         "import pytest\n\n\n@pytest.mark.parametrize('x', [1, 2])\ndef test_many(x):\n    assert x\n\n\n"
