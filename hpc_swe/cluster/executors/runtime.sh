@@ -17,7 +17,7 @@ runtime_unpack() { # FILE FOLDER
 
 runtime_take() { # FILE: `taken` is the folder of this node with what the file holds
     local file=$1 version lock
-    version=$(stat -Lc '%s-%Y-%i' "$file") || runtime_fail "$file cannot be read"
+    version=$(stat -Lc '%s-%Y-%d-%i' "$file") || runtime_fail "$file cannot be read"
     taken=$runtime_node/$version
     exec {lock}>"$taken.lock" && flock -s "$lock" || runtime_fail "$taken.lock cannot be locked"
     [ ! -d "$taken" ] || return 0
@@ -34,7 +34,8 @@ runtime_take() { # FILE: `taken` is the folder of this node with what the file h
 
 if [ "${SLURM_JOB_NUM_NODES:-1}" = 1 ]; then # the processes of other nodes would not find the folder
     runtime_node=${TMPDIR:-/tmp}/hpc_swe-runtime-$UID
-    mkdir -p -m 700 "$runtime_node" && [ -O "$runtime_node" ] || runtime_fail "$runtime_node is not this user's"
+    mkdir -p -m 700 "$runtime_node" && [ -O "$runtime_node" ] && [ ! -L "$runtime_node" ] ||
+        runtime_fail "$runtime_node is not a folder of this user's"
     runtime_take "$1"
     python=$taken/bin/python
     if [ -e "$2/code.tar" ]; then # runs of older releases have none

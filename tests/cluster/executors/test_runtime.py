@@ -129,6 +129,19 @@ def test_scripts_of_the_environment_run_the_python_beside_them(shared: Shared, t
     assert done.stdout.startswith(str(tmp_path)), done.stderr
 
 
+def test_a_link_of_somebody_else_is_no_folder_of_this_user(shared: Shared, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "work.lock").touch()
+    (mine / "work").touch()
+    (tmp_path / f"hpc_swe-runtime-{os.getuid()}").symlink_to(mine)
+    line = f". {shared.code}/hpc_swe/cluster/executors/runtime.sh {shared.file} {shared.code}"
+    environ = {"PATH": os.environ["PATH"], "TMPDIR": str(tmp_path)}
+    done = subprocess.run(["bash", "-c", line], env=environ, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, sorted(os.listdir(mine))) == (2, ["work", "work.lock"])
+    assert "is not a folder of this user" in done.stderr
+
+
 def test_a_start_refuses_a_file_that_is_not_there(shared: Shared, tmp_path: Path) -> None:
     submission = Submission("demo-1", "rollout", 1, 1, 1, ["python"])
     Local(runtime=str(shared.file)).check(submission)
