@@ -75,6 +75,7 @@ make_venv() {
     [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ] || return 0
     require_unused
     say "filling $venv; the first time takes a minute or two"
+    rm -f "$stamp" # an environment that is half filled is none
     if uses_uv; then
         [ -x "$venv/bin/python" ] || uv --quiet venv --python "$python" "$venv"
     else

@@ -88,6 +88,15 @@ def test_a_python_that_does_not_serve_is_refused(clone: Clone) -> None:
     assert str(clone.python) in done.stderr
 
 
+def test_a_filling_that_failed_leaves_no_sign_of_a_filled_environment(clone: Clone) -> None:
+    assert clone.setup("gpu").returncode == 0
+    clone.outdate("gpu")
+    pip = clone.root / ".venv-gpu/bin/python"
+    pip.write_text("#!/bin/sh\nexit 1\n")
+    assert clone.setup("gpu").returncode == 1
+    assert not (clone.root / ".venv-gpu/setup.stamp").exists()
+
+
 def test_an_environment_that_a_run_uses_is_not_changed(clone: Clone, tmp_path: Path) -> None:
     assert clone.setup("gpu").returncode == 0
     run = RunDir(tmp_path / "run")
