@@ -136,9 +136,10 @@ def costs(config: RunConfig, asked: Mapping[Role, RoleJobs]) -> Costs:
     """Estimate what the jobs of a run need. A check of the start says why a model cannot be read."""
     wanted, model, policy = desired(config), Path(config.model), config.policy
     sizes = (config.learner.data_parallel, config.batches.microbatch_tokens)
-    learner = engine = None
+    learner = files = engine = None
     if wanted.get("learner"):
         learner = _readable(lambda: policy.memory(model, *sizes, config.kept))
+        files = _readable(lambda: policy.files(model))
     if wanted.get("inference") or is_hybrid(config):
         engine = _readable(lambda: config.engine.memory(model, config.rollout.context))
     return Costs(
@@ -146,7 +147,7 @@ def costs(config: RunConfig, asked: Mapping[Role, RoleJobs]) -> Costs:
         engine,
         _gpu_needs(config, asked, learner, engine),
         _host(config, asked["learner"], learner, engine) if learner else [],
-        _readable(lambda: _disk(config, policy.files(model) if "learner" in wanted else None)) or [],
+        _readable(lambda: _disk(config, files)) or [],
     )
 
 
