@@ -1,4 +1,4 @@
-"""The policy on this machine's GPUs; policy_smoke.py prints the figures."""
+"""The policy on this machine's GPUs, as `python -m tests.gpu.parallel` compares it with transformers."""
 
 import pytest
 
@@ -11,22 +11,16 @@ pytestmark = [
     ),
 ]
 
-from tests.bench import policy_smoke  # noqa: E402
+from tests.gpu import parallel  # noqa: E402
 
 
-@pytest.fixture(scope="module")
-def figures(tmp_path_factory, request):
-    monkey = pytest.MonkeyPatch()
-    monkey.setenv("TORCHDYNAMO_DISABLE", "0")
-    runs = policy_smoke.Runs(tmp_path_factory.mktemp("policy"))
-    yield {size: list(runs.check(size)) for size in reversed(policy_smoke.SIZES)}
-    monkey.undo()
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_the_policy_on_cuda_is_that_of_transformers(figures, size):
-    if size not in figures:
-        pytest.skip(
-            f"{size} GPUs are needed, {torch.cuda.device_count()} found: tensor parallelism is not tested"
-        )
-    assert not [str(check) for check in figures[size] if not check.passed]
+@pytest.mark.parametrize("layout", ["one", "TP=2", "resumed"])
+def test_the_policy_on_cuda_is_that_of_transformers(layout, tmp_path, monkeypatch):
+    needed = parallel.ranks_of(layout)
+    if torch.cuda.device_count() < needed:
+        pytest.skip(f"{needed} GPUs are needed: {layout} is not tested")
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+    cases = [case for case in parallel.CASES if case[0] in ("dense", "experts") and case[2] == layout]
+    results = list(parallel.Comparison(tmp_path, cases).results())
+    assert len(results) == len(cases)
+    assert not [str(result) for result in results if not result.passed]
