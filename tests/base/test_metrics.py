@@ -1,16 +1,7 @@
-import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hpc_swe.base.drawing import FIRST, Drawing
 from hpc_swe.base.metrics import Log
-from hpc_swe.base.rundir import RunDir
-
-
-@pytest.fixture
-def run(tmp_path):
-    made = RunDir(tmp_path / "run")
-    made.make()
-    return made
 
 
 def curves(run):

@@ -239,8 +239,11 @@ def estimates() -> Iterator[str]:
     from hpc_swe.config import config as configuration
     from hpc_swe.launch import preview
     from hpc_swe.launch.plan import RunPlan
+    from hpc_swe.models import shapes
 
-    for name, shape in SHAPES.items():
+    dense = shapes.SHAPES["4B"]
+    experts = dense | shapes.EXPERTS | {"num_key_value_heads": 8}
+    for name, shape in {"dense": dense, "experts": experts}.items():
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(shape))
             files = [ROOT / f"configs/{file}.toml" for file in CONFIGURATIONS["swepdb_4b"]]
@@ -304,34 +307,6 @@ def _of_any_machine(line: str) -> str:
     return line
 
 
-DENSE = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-}
-EXPERTS = {
-    **DENSE,
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
-SHAPES = {"dense": DENSE, "experts": EXPERTS}
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     part.__name__: part
     for part in (

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from hpc_swe.base.errors import ConfigError, StorageError
-from hpc_swe.base.rundir import RunDir
 from hpc_swe.cluster.processes import MEETING
 from jobs import heartbeat
 from jobs.run import ProcessGroup, supervise
@@ -19,13 +18,6 @@ from tests.kit.checkout import ROOT
 from tests.kit.waiting import DEADLINE_S, until
 
 COUNT = "import os, sys; f = open(sys.argv[1], 'a'); n = f.tell(); f.write('x'); f.flush();"
-
-
-@pytest.fixture
-def run(tmp_path):
-    run = RunDir(tmp_path / "run")
-    run.make()
-    return run
 
 
 def python(code, *arguments):

@@ -14,6 +14,7 @@ from hpc_swe.cluster.executors.slurm import Resources, Slurm
 from hpc_swe.config import config as configuration
 from hpc_swe.launch import estimate, preview
 from hpc_swe.launch.plan import RunPlan
+from hpc_swe.models import shapes
 from hpc_swe.models.costs import GIB
 from hpc_swe.models.engines._vllm.memory import cached_token
 from hpc_swe.models.engines.vllm import Vllm
@@ -28,38 +29,9 @@ from tests.kit.checkout import ROOT
 from tests.kit.ranks import launcher
 from tests.kit.toy_model import HERMES, make_model, write_weights
 
-QWEN3 = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": False,
-}
-EXPERTS = {
-    "model_type": "qwen3_moe",
-    "num_key_value_heads": 4,
-    "hidden_size": 2048,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-}
-MODELS = {
-    "0.6B": QWEN3
-    | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
-    | {"tie_word_embeddings": True},
-    "4B": QWEN3
-    | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "tie_word_embeddings": True},
-    "8B": QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36},
-    "14B": QWEN3
-    | {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40},
-    "8 layers of 8B": QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 8},
-    "30B-A3B": QWEN3 | EXPERTS | {"num_hidden_layers": 48},
-    "8 layers of 30B-A3B": QWEN3 | EXPERTS | {"num_hidden_layers": 8},
-    "4 layers of 30B-A3B": QWEN3 | EXPERTS | {"num_hidden_layers": 4},
+MODELS = shapes.SHAPES | {
+    f"{layers} layers of {name}": shapes.SHAPES[name] | {"num_hidden_layers": layers}
+    for layers, name in ((8, "8B"), (8, "30B-A3B"), (4, "30B-A3B"))
 }
 HALF_OF_14B = {"tensor_parallel": 2, "sequence_parallel": True, "recompute": "elementwise"}
 HALF_OF_14B |= {"offload_optimizer": 0.9}

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 
 from hpc_swe.base.errors import SchedulerError, StorageError
 from hpc_swe.base.records import CheckpointManifest, RunManifest, WeightManifest, WeightVersion
-from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, folders, skipped, submissions
 from hpc_swe.base.store.submissions import ConfirmedSubmission, LatestSubmission, Rest, Started, Submitted
 from hpc_swe.cluster.executors.base import INTERPRETER, Job
@@ -124,13 +123,6 @@ def test_failures_in_a_row(said, endings, count):
 def histories(said):
     submitted = Submitted(job="7", count=1, host="login", at=0.0)
     return [ConfirmedSubmission(number, submitted, jobs) for number, jobs in enumerate(said)]
-
-
-@pytest.fixture
-def run(tmp_path):
-    run = RunDir(tmp_path / "run")
-    run.make()
-    return run
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import pytest
 
 from hpc_swe.base.errors import ConfigError, DeadlineError, HpcSweError
 from hpc_swe.base.records import Node, StatusReport, WeightVersion
-from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic
 from hpc_swe.cluster.executors.base import Job
 from hpc_swe.launch.submit import REST_S, TickResult
@@ -38,13 +37,6 @@ class Scripted(Played):
         if self.dies == "refused":
             raise ConfigError("sbatch refuses it: Required partition not available (inactive or drain)")
         return super().submit(run, submission)
-
-
-@pytest.fixture
-def run(tmp_path):
-    run = RunDir(tmp_path / "run")
-    run.make()
-    return run
 
 
 def nothing(_):

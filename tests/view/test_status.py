@@ -157,13 +157,6 @@ class Mute(Local, frozen=True, kw_only=True):
 
 
 @pytest.fixture
-def run(tmp_path):
-    made = RunDir(tmp_path / "run")
-    made.make()
-    return made
-
-
-@pytest.fixture
 def read(run):
     def config(*overrides, executor='executor={type="local"}'):
         words = ["model=nowhere", 'sandbox={type="process"}', executor, *overrides]

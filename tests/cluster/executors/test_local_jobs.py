@@ -68,13 +68,6 @@ time.sleep(600)
 
 
 @pytest.fixture
-def run(tmp_path):
-    run = RunDir(tmp_path / "run")
-    run.make()
-    return run
-
-
-@pytest.fixture
 def four_gpus(tmp_path, monkeypatch):
     """A machine whose driver lists four."""
     folder = tmp_path / "bin"

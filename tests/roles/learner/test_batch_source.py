@@ -13,19 +13,11 @@ from hpc_swe.base.records import (
     StatusReport,
     WeightVersion,
 )
-from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, checkpoints, folders, orders, weights
 from hpc_swe.roles.learner.batch_source import SILENT_PULSES, BatchSource, Order
 from hpc_swe.roles.learner.collective import on_all_ranks, on_rank_zero
 from hpc_swe.roles.learner.publish import Publisher, Snapshots, take_incarnation
 from tests.kit.crash import in_child
-
-
-@pytest.fixture
-def run(tmp_path):
-    run = RunDir(tmp_path / "run")
-    run.make()
-    return run
 
 
 def publish(run, step):

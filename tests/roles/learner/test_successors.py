@@ -18,13 +18,6 @@ from tests.kit.crash import in_child, refuse
 from tests.kit.one_rank import OneRank
 
 
-@pytest.fixture
-def run(tmp_path):
-    run = RunDir(tmp_path / "run")
-    run.make()
-    return run
-
-
 class Frozen(OneRank):
     """A learner on one rank that stands still while it trains or exports."""
 

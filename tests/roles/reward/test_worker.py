@@ -64,13 +64,6 @@ class Trial(Judge):
         return Score(outcome="resolved" if is_right or self.errs else refused, reward=1.0)
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    made = RunDir(tmp_path / "run")
-    made.make()
-    return made
-
-
 def episode(number: int, submission: str, exit_status: str = "submitted", task_id: str = "t") -> Episode:
     request = RolloutRequest(group_id=number, index=0, task_id=task_id, seed=0, sampling=Sampling())
     return Episode(

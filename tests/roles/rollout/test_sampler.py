@@ -29,13 +29,6 @@ V1 = WeightVersion(step=1)
 WAIT_S = 0.5
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    run = RunDir(tmp_path / "run")
-    run.make()
-    return run
-
-
 def list_engines(run: RunDir, **urls: str) -> None:
     found = [Endpoint(owner=o, url=url, versions=[V1], updating=False) for o, url in urls.items()]
     for owner in urls:

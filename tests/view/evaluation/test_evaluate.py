@@ -34,24 +34,13 @@ from hpc_swe.view import evaluate
 from hpc_swe.view.evaluation import results, start
 from hpc_swe.view.evaluation.progress import EvaluationProgress, StallDetector, progress_of
 from hpc_swe.view.evaluation.results import Summary
+from tests.kit import toy_model
 from tests.kit.checkout import ROOT
 from tests.kit.small_evaluation import FAILS, GIVES_UP, SOLVES, Small, environment, make, official_report
 from tests.kit.waiting import until
 
 ROLES = ["coordinator", "inference", "rollout", "reward"]
-SHAPE = {
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 512,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4,
-    "max_position_embeddings": 8192,
-}
+SHAPE = toy_model.SHAPE | {"num_attention_heads": 4, "vocab_size": 512, "max_position_embeddings": 8192}
 NOBODY = [f"by_hand={ROLES}", *(f"counts.{role}=0" for role in ROLES)]
 
 
