@@ -105,7 +105,7 @@ def _shared_memory(config: RunConfig) -> Iterator[str]:
     """Yield a message if the learner would fill memory of a GPU that an engine takes later."""
     policy = config.policy
     is_auto = isinstance(policy, loader.Plugin) and loader.dump(policy).get("recompute") == "auto"
-    if is_auto and _table(config.executor).get("share_gpus"):
+    if is_auto and policy.gpus and _table(config.executor).get("share_gpus"):
         yield (
             'policy.recompute = "auto" fills the memory that is free when the learner starts, of which an '
             "engine takes a part later with executor.share_gpus = true; name that value of those whose peaks "

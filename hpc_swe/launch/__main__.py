@@ -38,7 +38,8 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         "--run", type=cli.folder, help="run folder (default: $HPC_SWE_RUNS or runs/, named by the first file)"
     )
     add("--wait", type=float, metavar="SECONDS", help="tick until the run has finished, at most so long")
-    add("--dry-run", action="store_true", help="print configuration, batch scripts and costs; make nothing")
+    add("--dry-run", action="store_true", help="print costs and batch scripts; make nothing")
+    add("--full", action="store_true", help="let --dry-run print the merged configuration, too")
     add(
         "--upgrade", action="store_true", help="continue with this code, not with the code of the run's start"
     )
@@ -69,7 +70,7 @@ def _start(arguments: argparse.Namespace) -> None:
     config = configuration.from_words(arguments.config, base, str(run.config))
     plan = plan_start(run, config)
     if arguments.dry_run:
-        preview.show(plan)
+        preview.show(plan, full=arguments.full)
         checks.require(plan)
         return
     print_result(run, carry_out(plan, upgrade=arguments.upgrade))

@@ -30,6 +30,7 @@ CURVES = 12e3  # bytes of metrics a step, of coordinator and learner, with drawn
 LOG_LINE = 150  # bytes that an episode leaves in logs
 MOVED = ("weights", "optimizer", "last version, for deltas")  # parts of a GPU that outlast a step
 SPARE = 1.15  # what a learner's allocator may reserve for each byte in use
+CONTEXT_GIB = 1.0  # what CUDA takes of a GPU before anything is on it
 SMALLER = (
     "divide it among more GPUs (policy.tensor_parallel, learner.data_parallel), or let it need less "
     "(policy.recompute, policy.offload_optimizer, batches.microbatch_tokens)"
@@ -105,10 +106,22 @@ class GpuNeed:
     known_gib: float
     """Memory of the GPU; 0 is unknown."""
     remedy: str
+    choices: Mapping[str, float]
+    """Bytes that must be free for each setting between which it chooses, the best first; the last is taken
+    where none fits. Empty where it has no choice."""
 
     @property
     def verdict(self) -> str:
         return f"it needs at least {self.least_gib:.1f} GiB of a GPU that has {self.known_gib:.1f} GiB"
+
+    @property
+    def chosen(self) -> str:
+        """Return the setting that it will choose; empty where it has no choice, or the GPU is unknown."""
+        if not self.known_gib:
+            return ""
+        free = (self.known_gib - CONTEXT_GIB) * GIB
+        fitting = [name for name, needed in self.choices.items() if needed <= free]
+        return [*fitting, *[*self.choices][-1:], ""][0]
 
     @property
     def is_tight(self) -> bool:
@@ -175,7 +188,8 @@ def _gpu_needs(
         if estimate is None or not estimate.least or not gpus(what.replace("engine", "inference"), config):
             continue
         grant = asked[role].gpu_grant if role in asked else None
-        needs.append(GpuNeed(what, role, estimate.least / GIB, grant.gib if grant else 0.0, remedy))
+        known_gib = grant.gib if grant else 0.0
+        needs.append(GpuNeed(what, role, estimate.least / GIB, known_gib, remedy, estimate.choices))
     return needs
 
 

@@ -1,4 +1,4 @@
-"""Print a plan: every batch script and what the run would cost, for `launch start --dry-run`."""
+"""Print a plan for `launch start --dry-run`: what the run would cost, then its batch scripts."""
 
 import os
 from collections.abc import Sequence
@@ -19,18 +19,22 @@ HOST = "host memory of the learner's job on each node"
 BESIDE = "beside this: the programs themselves, and files that are read and written"
 
 
-def show(plan: RunPlan) -> None:
-    """Print what the plan makes and submits, as far as nothing that is refused hides it."""
-    print("### the merged configuration, with all defaults")
-    print("\n".join(configuration.toml(configuration.dump(plan.config))), end="\n\n")
+def show(plan: RunPlan, *, full: bool = False) -> None:
+    """Print what the plan costs and submits, as far as nothing that is refused hides it.
+
+    With `full` the merged configuration follows.
+    """
     console = tables.screen()
-    with suppress(ConfigError):  # a complaint of the start says it
-        for script in scripts(plan):
-            print(script)
     for table in cost_tables(plan):
         tables.show(console, table, "")
     if plan.taken.trajectories:
         tables.show(console, trajectories.overview(plan.taken.trajectories), "")
+    with suppress(ConfigError):  # a complaint of the start says it
+        for script in scripts(plan):
+            print(script)
+    if full:
+        print("### the merged configuration, with all defaults")
+        print("\n".join(configuration.toml(configuration.dump(plan.config))))
 
 
 def scripts(plan: RunPlan) -> list[str]:
@@ -43,9 +47,10 @@ def scripts(plan: RunPlan) -> list[str]:
 
 
 def cost_tables(plan: RunPlan) -> list[RenderableType]:
-    """Return tables of jobs, memory of the GPUs, and room on disk."""
+    """Return tables of jobs, whether all fits, and the tables of memory and disk that say why."""
     config, costs, cores = plan.config, plan.costs, len(os.sched_getaffinity(0))
     found: list[RenderableType] = [_jobs(plan), *estimate.crowded(config, plan.jobs, cores)]
+    found += [_verdict(need) for need in costs.gpus]
     if costs.learner:
         found += _memory(costs.learner)
     elif "learner" in plan.jobs:
@@ -54,7 +59,6 @@ def cost_tables(plan: RunPlan) -> list[RenderableType]:
         found += _memory(costs.engine)
     elif "inference" in plan.jobs:
         found.append(f"inference: the memory of {type(config.engine).__name__} is not known here")
-    found += [_verdict(need) for need in costs.gpus]
     if costs.host:
         least = Part("at least", "", sum(part.bytes for part in costs.host))
         found += _memory(MemoryEstimate(HOST, [*costs.host], least, []), BESIDE)
@@ -70,7 +74,8 @@ def _verdict(need: GpuNeed) -> str:
         return f"{need.what}: does not fit: {need.verdict}"
     if need.is_tight:
         return f"{need.what}: may run out of memory: {need.verdict}, and its allocator up to 15 % more"
-    return f"{need.what}: fits: {need.verdict}"
+    chosen = f'; policy.recompute = "auto" will take {need.chosen!r}' * bool(need.chosen)
+    return f"{need.what}: fits: {need.verdict}{chosen}"
 
 
 def _jobs(plan: RunPlan) -> RenderableType:

@@ -1,5 +1,6 @@
 """Describe what a run will cost as sums of parts, each with its formula, so that totals can be checked."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 GIB = 2**30
@@ -29,3 +30,5 @@ class MemoryEstimate:
     """What a rank has in host memory as long as it runs, or while it writes a checkpoint."""
     least: float = 0.0
     """Bytes that the GPU must have at least; 0 is unknown."""
+    choices: Mapping[str, float] = field(default_factory=dict)
+    """Bytes that must be free on the GPU for each setting that the process may choose, the best first."""

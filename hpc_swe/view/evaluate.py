@@ -57,7 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--tasks", type=int, help="number of held-out tasks")
     add("--history", choices=("keep", "template"), help="how earlier messages are rendered into a prompt")
     add("--detach", action="store_true", help="submit and return")
-    add("--dry-run", action="store_true", help="print configuration, batch scripts and costs; make nothing")
+    add("--dry-run", action="store_true", help="print costs and batch scripts; make nothing")
+    add("--full", action="store_true", help="let --dry-run print the merged configuration, too")
     add("--compare", type=cli.folder, help="folder of an earlier evaluation of the same tasks")
     add("--common", action="store_true", help="compare only on the tasks that both evaluations have")
     return parser
@@ -77,7 +78,7 @@ def _run(run: RunDir, arguments: argparse.Namespace, console: Console) -> None:
     config = configured(run, _words(arguments))
     if arguments.dry_run:
         plan = plan_start(run, config)
-        preview.show(plan)
+        preview.show(plan, full=arguments.full)
         checks.require(plan)
         return
     if not evaluate(run, config, detach=arguments.detach, console=console):

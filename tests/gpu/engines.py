@@ -176,7 +176,7 @@ class Comparison:
     def rows(self) -> Iterator[Row]:
         """Start, then load a delta and a full snapshot; yield the comparisons of each."""
         model = self._make_model()
-        policy, lr = Megatron(dtype=DTYPE, device="gpu" if CUDA else "cpu"), LR
+        policy, lr = Megatron(dtype=DTYPE, device="gpu" if CUDA else "cpu", recompute="none"), LR
         if self._family == "lora":
             policy, lr = msgspec.structs.replace(policy, lora_rank=8), LR * OF_ADAPTERS
         learner = policy.build(model, OptimizerConfig(lr=lr, warmup_steps=0, weight_decay=0.0), None)

@@ -441,6 +441,15 @@ def test_a_dry_run_compares_what_is_needed_with_what_a_gpu_has(tmp_path, read, g
     )
 
 
+@pytest.mark.parametrize(("gib", "level"), [(0, ""), (80, "full"), (141, "elementwise")])
+def test_a_dry_run_says_what_backward_will_recompute(read, gib, level):
+    """An upper bound: the driver counts 80 GiB where torch finds 79 free."""
+    words = ["policy.device=gpu", "policy.dtype=bfloat16", "policy.tensor_parallel=2"]
+    words += [f"executor.roles.learner.gpu_gib={gib}", "batches.microbatch_tokens=24576"]
+    (need, _) = costs(read(*words, "engine.device=gpu")).gpus
+    assert need.chosen == level
+
+
 def dry(tmp_path, *words, path=None):
     line = [sys.executable, "-m", "hpc_swe.launch", "start", "configs/demo.toml", *map(str, words)]
     env = {**os.environ, **({"PATH": path} if path else {})}
@@ -459,7 +468,9 @@ def test_dry_run_makes_nothing_and_needs_no_slurm(tmp_path, read):
     assert "#SBATCH --gres=lustre:1\n" in done.stdout
     assert "P = 8,190,735,360, tp = 8, dp = 1" in done.stdout
     assert done.stdout.isascii()
-    assert max(len(line) for line in done.stdout.partition("asked of Slurm")[2].splitlines()) <= 80
+    tables, _, scripts = done.stdout.partition("### coordinator")
+    assert max(map(len, tables.splitlines())) <= 80
+    assert "merged configuration" not in scripts
     assert sorted(tmp_path.iterdir()) == before
 
 

@@ -26,7 +26,7 @@ from hpc_swe.cluster.executors.base import Job, Submission
 from hpc_swe.cluster.executors.local import Local
 from hpc_swe.cluster.processes import start_time
 from hpc_swe.config import config as configuration
-from hpc_swe.config import job_counts
+from hpc_swe.config import conflicts, job_counts
 from hpc_swe.launch import checks, control, create, existing, plan
 from hpc_swe.models.policies.megatron import Megatron
 from hpc_swe.models.weight_files import read_header
@@ -66,10 +66,6 @@ def read(model):
         ),
         (["groups.max_staleness=9"], "groups.max_staleness = 9 exceeds 8: such old samples"),
         (
-            ["policy.recompute='auto'", "executor.share_gpus=true"],
-            "an engine takes a part later .* name that value of those whose peaks .*dry-run",
-        ),
-        (
             ["policy.lora_rank=8", "learner.snapshot_every=4"],  # the demo's policy has float32 parameters
             'every = 4 and policy.lora_rank = 8 with policy.dtype = "float32": .* = "bfloat16", or snapshot_',
         ),
@@ -84,6 +80,13 @@ def test_keys_that_contradict_each_other_are_refused_in_new_runs(read, tmp_path,
     assert complaints(run, config) == [], "a run that was created before the rule goes on"
     changed = read(*words, "eval.every=7", "learner.export_every=2", "groups.max_staleness=2")
     assert any("set it to 8" in each for each in complaints(run, changed))
+
+
+def test_a_learner_may_not_fill_memory_that_an_engine_takes_later(read):
+    words = ["policy.device=gpu", "executor.share_gpus=true"]
+    (found,) = conflicts.of_new_runs(read(*words))
+    assert re.search("an engine takes a part later .* name that value of those whose peaks .*dry-run", found)
+    assert not [*conflicts.of_new_runs(read(*words, "policy.recompute=products"))]
 
 
 TESTS = "from m import f\n" + "".join(

@@ -239,9 +239,10 @@ def test_a_dry_run_shows_configuration_scripts_and_costs_and_makes_nothing(small
     (small.folder / "model/config.json").write_text(json.dumps(SHAPE))
     before = listing(small.folder / "model"), sorted(os.listdir(small.folder))
     no_gpu = "executor.roles.inference.gpus_per_node=0"
-    done = small.evaluate("--dry-run", "--samples", 3, "configs/slurm.toml", no_gpu, "counts.rollout=12")
+    words = ("--samples", 3, "configs/slurm.toml", no_gpu, "counts.rollout=12")
+    done = small.evaluate("--dry-run", "--full", *words)
     assert done.returncode == 0, done.stderr
-    shown = tomllib.loads(done.stdout[: done.stdout.index("### coordinator")])
+    shown = tomllib.loads(done.stdout[done.stdout.index("### the merged configuration") :])
     assert (shown["mode"], shown["eval"]["samples"], shown["tasks"]["train"]) == ("eval", 3, 0)
     heads = re.findall(r"^### (\w+): submission .*", done.stdout, re.MULTILINE)
     assert heads == ["coordinator", "inference", "rollout", "reward"], "an evaluation has no learner"

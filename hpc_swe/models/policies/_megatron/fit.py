@@ -1,7 +1,6 @@
 """Choose what backward recomputes from the memory that the GPUs of this job have."""
 
 import logging
-import math
 
 import torch
 from msgspec.structs import replace
@@ -27,9 +26,11 @@ def choose_recompute(
     """
     if settings.recompute != "auto":
         return settings
+    if not settings.gpus:
+        return replace(settings, recompute="none")
     if not needs.tokens:
         raise ConfigError("[policy] recompute = 'auto' needs to know the length of microbatches")
-    free = min(ranks.gather(_free_bytes()))
+    free = min(ranks.gather(float(torch.cuda.mem_get_info()[0])))
     data_parallel = ranks.size // settings.processes
     level = memory.cheapest_recompute(shape, settings, data_parallel, needs, free)
     chosen = replace(settings, recompute=level)
@@ -43,7 +44,3 @@ def choose_recompute(
             free / GIB,
         )
     return chosen
-
-
-def _free_bytes() -> float:
-    return float(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else math.inf

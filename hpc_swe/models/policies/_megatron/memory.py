@@ -64,10 +64,12 @@ def learner_memory(
 
     Where ranks divide the experts, the estimate takes it that the router spreads tokens evenly over them.
     The estimate leaves out float32 attention on CUDA, which has no kernel without score matrices. For
-    recompute = "auto" the parts are those of "full", and a note has the peaks of all values.
+    recompute = "auto" the parts are those of "full" on a GPU, and a note has the peaks of all values.
     """
     if policy.recompute == "auto":
-        return _every_level(shape, policy, data_parallel, tokens, kept)
+        if policy.gpus:
+            return _every_level(shape, policy, data_parallel, tokens, kept)
+        policy = replace(policy, recompute="none")
     size, _ = counts.sizes_in_bytes(policy)
     whole, tokens = tokens, -(-tokens // policy.context_parallel)
     held = _states(shape, policy, data_parallel)
@@ -172,7 +174,8 @@ def _every_level(
     least = learner_memory(shape, levels["full"], data_parallel, tokens, kept)
     listed = ", ".join(f"{level} {peak / GIB:.1f}" for level, peak in peaks.items())
     note = f"recompute = auto takes the fastest value that fits; peaks in GiB: {listed}"
-    return dataclasses.replace(least, notes=[*least.notes, note])
+    choices = recompute_choices(shape, policy, data_parallel, needs)
+    return dataclasses.replace(least, notes=[*least.notes, note], choices=choices)
 
 
 def peak_bytes(shape: ModelShape, policy: MegatronSettings, data_parallel: int, needs: MemoryNeeds) -> float:
@@ -184,20 +187,28 @@ def peak_bytes(shape: ModelShape, policy: MegatronSettings, data_parallel: int, 
 def cheapest_recompute(
     shape: ModelShape, policy: MegatronSettings, data_parallel: int, needs: MemoryNeeds, free: float
 ) -> str:
-    """Return the value of recompute that takes least time of those that fit into `free` bytes of each GPU.
+    """Return the value of recompute that takes least time of those that fit; where none fits, "full"."""
+    choices = recompute_choices(shape, policy, data_parallel, needs)
+    return next((level for level, needed in choices.items() if needed <= free), "full")
 
-    A peak fits with SPARE and 1 GiB for CUDA's libraries; where ranks divide the experts, with CROWDED ones.
-    Where none fits, this is "full".
+
+def recompute_choices(
+    shape: ModelShape, policy: MegatronSettings, data_parallel: int, needs: MemoryNeeds
+) -> dict[str, float]:
+    """Return the bytes that must be free for each value of recompute, the one that takes least time first.
+
+    These are the peak, SPARE and 1 GiB for CUDA's libraries; where ranks divide the experts, with CROWDED
+    ones.
     """
     rows = math.ceil(shape.experts_per_token * (CROWDED if policy.expert_parallel > 1 else 1))
     crowded = dataclasses.replace(shape, experts_per_token=rows)
 
-    def fits(level: str) -> bool:
+    def needed(level: str) -> float:
         chosen = replace(policy, recompute=level)
-        return (1 + SPARE) * peak_bytes(crowded, chosen, data_parallel, needs) + GIB <= free
+        return (1 + SPARE) * peak_bytes(crowded, chosen, data_parallel, needs) + GIB
 
     by_time = sorted(LEVELS, key=lambda level: _computed_again(shape, level, needs.tokens))
-    return next(filter(fits, by_time), "full")
+    return {level: needed(level) for level in by_time}
 
 
 def _computed_again(shape: ModelShape, level: str, tokens: int) -> float:

@@ -39,12 +39,12 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
     seconds for 100 GB. The results are the same, bit for bit."""
     sequence_parallel: bool = False
     """Split the activations between layers over the tensor-parallel ranks, too."""
-    recompute: Literal["none", "elementwise", "products", "selective", "full", "auto"] = "none"
+    recompute: Literal["none", "elementwise", "products", "selective", "full", "auto"] = "auto"
     """What backward recomputes. none: nothing. elementwise: norms, rotary positions and SwiGLU, which costs
     hardly any time, and no matrix product. selective: the core of attention and the MLPs. products: all but
     the core of attention and the layers' inputs. full: all but the layers' inputs. auto: the learner chooses
     the fastest of these that fits, by its estimate for `batches.microbatch_tokens` and the free memory of its
-    GPUs when it starts, and logs it; on a CPU none."""
+    GPUs when it starts, and logs it; on a CPU none. `launch start --dry-run` says what it will choose."""
     replay_routing: bool = True
     """Send each token to the experts that the engine chose, where the batch says which: see
     engine.return_routing. false: the routers of the learner choose, as they do without such an engine."""
