@@ -95,6 +95,7 @@ RULES = (
         PLANNED,
         r"\1 {demo} --run runs/x --dry-run",
     ),
+    (r".*recipes/local_4\.toml.*", LOOKED_UP, "needs GPUs"),
     (r"(python -m hpc_swe\.launch start .*swepdb.*) model=MODEL( .*)", PLANNED, r"\1 {long}\2"),
     (r"(python -m hpc_swe\.launch start .*swepdb.*)( --dry-run)", PLANNED, r"\1 {long}\2"),
     (

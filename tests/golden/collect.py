@@ -50,7 +50,7 @@ CONFIGURATIONS = {
     "swebench_qwen_code": ["swebench", "slurm", "agents/qwen_code"],
     "swepdb_4b": ["swepdb", "slurm", "swepdb_4b"],
     "swepdb_14b_rewrite": ["swepdb", "slurm", "swepdb_14b", "swepdb_14b_rewrite"],
-    "swepdb_30b": ["swepdb", "slurm", "models/qwen3_coder_30b_a3b"],
+    "swepdb_30b": ["swepdb", "slurm", "recipes/8xh100", "models/qwen3_coder_30b_a3b"],
 }
 
 

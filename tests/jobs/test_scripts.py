@@ -95,7 +95,7 @@ def test_what_is_not_set_is_as_the_configuration_says(tmp_path: Path, model: Pat
     words = [*HERE, f"model={model}", 'taskset={type="bugs"}', 'grader={type="pytest"}']
     script("train_swebench.sbatch", *words, "--run", tmp_path / "run")
     made = configuration.build(json.loads(RunDir(tmp_path / "run").config.read_text()), "run.json")
-    names = ("swebench.toml", "slurm.toml", "models/qwen3_coder_30b_a3b.toml")
+    names = ("swebench.toml", "slurm.toml", "recipes/8xh100.toml", "models/qwen3_coder_30b_a3b.toml")
     files = [ROOT / "configs" / name for name in names]
     assert made == configuration.read(*files, overrides=words)
 
@@ -241,7 +241,7 @@ def test_files_with_several_steps_a_batch_hold_weights_near_the_sampler() -> Non
 
 
 def test_models_with_experts_replay_the_routing_of_their_engines() -> None:
-    names = ("swebench.toml", "models/qwen3_coder_30b_a3b.toml")
+    names = ("swebench.toml", "slurm.toml", "recipes/8xh100.toml", "models/qwen3_coder_30b_a3b.toml")
     tree = configuration.dump(configuration.read(*(ROOT / "configs" / name for name in names)))
     assert (tree["engine"]["return_routing"], tree["policy"]["replay_routing"]) == (True, True)
 
