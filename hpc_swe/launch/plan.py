@@ -87,10 +87,11 @@ def take(config: RunConfig) -> Taken:
 
 
 def _require_images(config: RunConfig, tasks: Sequence[Task]) -> None:
-    """Raise ConfigError if some tasks have no image; jobs on other nodes would find out one by one."""
+    """Raise ConfigError if tasks have no image, or share one by mistake; jobs would find out one by one."""
     workers = [config.counts.get(role, 1) for role in ("rollout", "reward")]
     if config.mode == "sft" or not any(workers) or not isinstance(config.sandbox, ImageSandboxes):
         return
+    task_checks.require_one_source(task for task in tasks if task.base_commit)
     folder = Path(config.sandbox.images)
     names = sorted({task.image for task in tasks})
     missing = [name for name in names if not any(map(Path.exists, (folder / name, folder / f"{name}.sif")))]

@@ -20,29 +20,23 @@ from hpc_swe.config import config as configuration
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.makers.images.sources import Built, ImageSource, Pulled
 from hpc_swe.makers.images.store import ImageStore, Problem
+from hpc_swe.tasks import task_checks
 
 
 def wanted(config: RunConfig) -> tuple[ImageSandboxes, list[list[Problem]]]:
     """Return the run's sandboxes, and the problems of each image.
 
-    Raise ConfigError if tasks of one image have different base commits.
+    Raise what `task_checks.require_one_source` does.
     """
     taskset, sandbox = config.taskset, config.sandbox
     if isinstance(sandbox, ImageSandboxes):
         taken = chain.from_iterable(config.tasks.take(taskset).values())
         tasks = {task.task_id: task for task in taken if task.base_commit}.values()
+        task_checks.require_one_source(tasks)
         references = taskset.references(tasks)
         images: dict[str, list[Problem]] = {}
         for task in tasks:
-            sharing = images.setdefault(task.image, [])
-            sharing.append(Problem(task, references[task.task_id]))
-            first = sharing[0].task
-            if first.base_commit != task.base_commit:
-                raise ConfigError(
-                    f"[taskset] {first.task_id} and {task.task_id} share the image {task.image}, which holds "
-                    f"one base commit, but have {first.base_commit} and {task.base_commit}: name another in "
-                    "the column image; its tag is not part of its name"
-                )
+            images.setdefault(task.image, []).append(Problem(task, references[task.task_id]))
         if images:
             return sandbox, list(images.values())
     raise ConfigError(

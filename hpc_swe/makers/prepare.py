@@ -8,7 +8,8 @@ become rows of files.
 
 import logging
 import os
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +20,13 @@ from rich.table import Table
 from hpc_swe.base import cli, loader, tables
 from hpc_swe.base.errors import ConfigError, StorageError, boundary
 from hpc_swe.base.tables import console, say
+from hpc_swe.tasks.published_rows import published_set, read_row
 from hpc_swe.tasks.sets.base import ReadsRows
 from hpc_swe.tasks.swebench_rows import (
     RECIPES,
     Record,
     TestPatch,
     columns,
-    parse,
     read_ids,
     read_records,
     test_plan,
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
 
 _OF_SWEBENCH = {"instance_id", "repo", "base_commit", "test_patch"}
 """Columns of which rows of SWE-bench have at least one, and programs none."""
+_NAMES = re.compile(r"^.*?(?::\d+|: row \d+): |[\w.-]*__[\w.-]*")
+"""A row's place, and ids of instances."""
+_FEW = 3
+"""So many rows with the same fault are each named."""
 WORKDIR, TIMEOUT_S = "/testbed", 900.0
 """Values for the plan of tests that is only made to find faults of a row."""
 
@@ -111,7 +116,7 @@ def prepare(
         ids = [where]  # rows without an id are never duplicates
         try:
             values = columns(record)
-            is_program = not _OF_SWEBENCH & values.keys()
+            is_program = not _OF_SWEBENCH & values.keys() and published_set(values) is None
             ids = _ids(values, is_program) + ids
             form, values = programs.row_of(where, values) if is_program else ("", values)
             ids = _ids(values, is_program) + ids
@@ -135,19 +140,33 @@ def prepare(
     return [good[row_id] for row_id in wanted if row_id in good], complaints
 
 
+def grouped(complaints: Iterable[str]) -> list[str]:
+    """Return all complaints, but of many rows with the same fault the first one alone, and their number."""
+    faults = [(_NAMES.sub("", complaint), complaint) for complaint in complaints]
+    alike = Counter(fault for fault, _ in faults)
+    firsts = dict(reversed(faults))
+    return [
+        complaint if alike[fault] <= _FEW else f"{complaint} (and {alike[fault] - 1} more rows)"
+        for fault, complaint in faults
+        if alike[fault] <= _FEW or complaint is firsts[fault]
+    ]
+
+
 def _ids(values: dict[str, Any], is_program: bool) -> list[str]:
     given = values.get("task_id" if is_program else "instance_id")
     return [] if given is None else [str(given)]
 
 
 def _prepared(where: str, record: Record, values: dict[str, Any]) -> Prepared:
-    row = parse(where, record)
-    if row.eval_script or row.repo in RECIPES:
-        test_plan(where, row, RECIPES, WORKDIR, TIMEOUT_S)
+    row, kind = read_row(where, record), published_set(values)
+    if row.eval_script or row.recipe or row.repo in RECIPES:
+        test_plan(where, row, {}, WORKDIR, TIMEOUT_S)
     else:
         TestPatch.read(where, row)
-    known = "a known recipe" if row.repo in RECIPES else "needs a recipe"
-    return Prepared(row.repo, row.version, "its eval script" if row.eval_script else known, values)
+    how = "a known recipe" if row.repo in RECIPES else "needs a recipe"
+    if kind:
+        how = f"its columns, as of {kind.title}"
+    return Prepared(row.repo, row.version, "its eval script" if row.eval_script else how, values)
 
 
 def write(rows: list[Prepared], out: Path) -> None:
@@ -222,7 +241,7 @@ def main() -> None:
         raise ConfigError(f"--out {arguments.out}: the file's name must end in .parquet")
     wanted = read_ids(arguments.ids) if arguments.ids else None
     rows, complaints = prepare(records(arguments.source, arguments.split, arguments.revision), wanted)
-    for complaint in complaints:
+    for complaint in grouped(complaints):
         say(complaint)
     if not rows or (complaints and not arguments.skip_bad):
         remedy = "correct them, leave them out with --ids, or pass --skip-bad"

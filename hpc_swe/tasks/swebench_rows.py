@@ -19,6 +19,7 @@ START, END = ">>>>> Start Test Output", ">>>>> End Test Output"
 """Marks that an eval script prints before and after the tests."""
 Record = str | dict[str, Any]
 """A line of JSON, or a mapping of column to value."""
+_CONDA = ["source /opt/miniconda3/bin/activate", "conda activate testbed"]
 SET_UP = ["conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"]
 SET_UP += ["setup.py", "pyproject.toml", "sitecustomize.py", "usercustomize.py", ".gitattributes"]
 SET_UP += ["*.pth", "*.pyc", "*.so", "*.egg-link"]
@@ -32,8 +33,26 @@ TESTS = (
     *("*/test.py", "*/tests.py", "*/test_*.py", "*/*_test.py", "*/*_tests.py", "*/conftest.py"),
 )
 """Patterns of the files that are tests; a star also matches slashes."""
+_HOST = re.compile(r"^(localhost|[^/]*[.:][^/]*)/")
 _COLLECTED = re.compile(r"(.*/)?(test_[^/]*|[^/]*_test)\.py")
-_NO_TESTS = {".json", ".png", ".csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml"}
+NO_TESTS = {".json", ".png", ".csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml"}
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A recipe says how the tests of a repository are run."""
+
+    command: str
+    """Shell line; the names of the test files follow."""
+    log_parser: str
+    """Name of swebench's parser, for example parse_log_pytest."""
+    labels: Literal["files", "modules", "none"] = "files"
+    """Form of the tests' names: paths of files, or dotted modules; none if the command itself has them."""
+    root: str = "tests/"
+    """First part of a path that labels of the form `modules` leave out."""
+    set_up: list[str] = []
+    """Shell lines before the tests."""
+    conda: bool = True
+    """Whether conda's environment `testbed` is activated before these lines."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +68,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     FAIL_TO_PASS: str | list[str]
     PASS_TO_PASS: str | list[str]
     image: str = ""
+    """Reference of an image, as registries have them; empty is the official one."""
+    workdir: str = ""
+    """Folder of the repository in the image; empty is that of the taskset."""
+    recipe: Recipe | None = None
+    """How the row's tests are run, for one without an eval script."""
     eval_script: str = ""
     log_parser: str = ""
     eval_type: str = "pass_and_fail"
@@ -78,25 +102,19 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return _names("PASS_TO_PASS", self.PASS_TO_PASS)
 
     @property
+    def reference(self) -> str:
+        """Return the image's name as on its registry, without the host, and without the tag `latest`."""
+        official = f"swebench/sweb.eval.x86_64.{self.instance_id}".replace("__", "_1776_").lower()
+        return _HOST.sub("", self.image).removesuffix(":latest") or official
+
+    @property
     def image_name(self) -> str:
-        """Name of the official image, for example ``sweb.eval.x86_64.django_1776_django-17087``."""
-        official = f"sweb.eval.x86_64.{self.instance_id}".replace("__", "_1776_").lower()
-        return re.split("[:@]", self.image.rpartition("/")[2])[0] or official
+        """Name of the image here, for example ``sweb.eval.x86_64.django_1776_django-17087``.
 
-
-class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A recipe says how the tests of a repository are run."""
-
-    command: str
-    """Shell line; the names of the test files follow."""
-    log_parser: str
-    """Name of swebench's parser, for example parse_log_pytest."""
-    labels: Literal["files", "modules", "none"] = "files"
-    """Form of the tests' names: paths of files, or dotted modules; none if the command itself has them."""
-    root: str = "tests/"
-    """First part of a path that labels of the form `modules` leave out."""
-    set_up: list[str] = []
-    """Shell lines before the tests."""
+        Another tag than `latest` is part of it, as in ``name+tag``, so that no two tags share an image.
+        """
+        name, _, tag = self.reference.rpartition("/")[2].replace("@", ":").partition(":")
+        return f"{name}+{tag.replace(':', '-')}" if tag else name
 
 
 DJANGO = Recipe(
@@ -182,21 +200,24 @@ class TestPatch:
             "test_files": json.dumps(self.files),
             "set_up": "\n".join(self.set_up),
             **({"test_paths": "\n".join(row.test_paths)} if row.test_paths else {}),
+            **({} if row.reference == f"swebench/{row.image_name}" else {"image": row.reference}),
         }
 
 
 def read_records(path: Path) -> Iterator[tuple[str, Record]]:
     """Yield each row's place (file and number) and its record; raise ConfigError for an unreadable file."""
-    if path.suffix == ".jsonl":
-        for number, line in enumerate(_text(path).split("\n"), start=1):
+    if path.suffix in (".jsonl", ".json"):
+        text = _text(path)
+        if text.lstrip().startswith("["):
+            try:
+                rows = msgspec.json.decode(text, type=list[dict[str, Any]])
+            except msgspec.MsgspecError as error:
+                raise ConfigError(f"[taskset] rows: {path} is not one array of rows: {error}") from None
+            yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
+            return
+        for number, line in enumerate(text.split("\n"), start=1):
             if line.strip():
                 yield f"{path}:{number}", line
-    elif path.suffix == ".json":
-        try:
-            rows = msgspec.json.decode(_text(path), type=list[dict[str, Any]])
-        except msgspec.MsgspecError as error:
-            raise ConfigError(f"[taskset] rows: {path} is not one array of rows: {error}") from None
-        yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
     elif path.suffix == ".parquet":
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -239,12 +260,13 @@ def test_plan(
 ) -> TestPlan:
     """Return how the tests of a row are run and judged; `where` names its file and line.
 
-    Raise now what the grader would raise for each episode, after its tests have run: ConfigError if a column
-    is not a patch, if nothing says how to run the tests, or if the row has an unknown parser, or an eval
-    script that the grader cannot use.
+    A recipe of `recipes` comes before the row's own, and that before a known one. Raise now what the grader
+    would raise for each episode, after its tests have run: ConfigError if a column is not a patch, if nothing
+    says how to run the tests, or if the row has an unknown parser, or an eval script that the grader cannot
+    use.
     """
     patch = TestPatch.read(where, row)
-    recipe = recipes.get(row.repo)
+    recipe = recipes.get(row.repo) or row.recipe or RECIPES.get(row.repo)
     texts = {"test_patch": row.test_patch, "eval_script": row.eval_script}
     row = msgspec.structs.replace(row, **{name: without_digests(text) for name, text in texts.items()})
     if not row.eval_script and recipe is None:
@@ -298,7 +320,7 @@ def script(row: Row, patch: TestPatch, recipe: Recipe, workdir: str) -> str:
     restore = [f"git checkout {row.base_commit} -- {shlex.join(patch.changed)}"] if patch.changed else []
     remove = [f"rm -f {shlex.join(patch.added)}"] if patch.added else []
     files = [] if recipe.labels == "none" else patch.files
-    labels = [path for path in files if PurePosixPath(path).suffix not in _NO_TESTS]
+    labels = [path for path in files if PurePosixPath(path).suffix not in NO_TESTS]
     if recipe.labels == "modules":
         parts = [path.removeprefix(recipe.root).removesuffix(".py").replace("/", ".") for path in labels]
         labels = list(dict.fromkeys(parts))
@@ -306,8 +328,7 @@ def script(row: Row, patch: TestPatch, recipe: Recipe, workdir: str) -> str:
         [
             "#!/bin/bash",
             "set -uxo pipefail",
-            "source /opt/miniconda3/bin/activate",
-            "conda activate testbed",
+            *(_CONDA if recipe.conda else []),
             f"cd {workdir}",
             *recipe.set_up,
             *restore,
@@ -335,7 +356,7 @@ def find_marks(task_id: str, script: list[str]) -> tuple[int, int]:
 
 def _names(name: str, column: str | list[str]) -> list[str]:
     try:
-        return msgspec.json.decode(column, type=list[str]) if isinstance(column, str) else column
+        return msgspec.json.decode(column or "[]", type=list[str]) if isinstance(column, str) else column
     except msgspec.DecodeError as error:
         raise ValueError(f"{name} is not a list of names in JSON: {error}") from None
 

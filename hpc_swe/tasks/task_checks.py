@@ -132,6 +132,25 @@ def require_images(path: str, tasks: Iterable[Task], images: Path) -> None:
             )
 
 
+def require_one_source(tasks: Iterable[Task]) -> None:
+    """Raise ConfigError if two tasks name one image by mistake: it would be of another commit or source."""
+    firsts: dict[str, Task] = {}
+    for task in tasks:
+        first = firsts.setdefault(task.image, task)
+        if first.base_commit != task.base_commit:
+            raise ConfigError(
+                f"[taskset] {first.task_id} and {task.task_id} share the image {task.image}, which holds "
+                f"one base commit, but have {first.base_commit} and {task.base_commit}: name another in "
+                "the column image"
+            )
+        names = [one.tests.extra.get("image", "") for one in (first, task)]
+        if names[0] != names[1]:
+            raise ConfigError(
+                f"[taskset] {first.task_id} and {task.task_id} would share the image {task.image}, but name "
+                f"{names[0]!r} and {names[1]!r}: select rows of one of them, with ids"
+            )
+
+
 def digest(values: object) -> str:
     """Return 16 hex digits of a hash of the values' JSON."""
     return hashlib.sha256(msgspec.json.encode(values, order="sorted")).hexdigest()[:16]

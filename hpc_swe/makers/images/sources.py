@@ -117,18 +117,26 @@ class Pulled:
     """Take an existing image, such as an official one: replace its repository, and keep the rest."""
 
     template: str
-    """Source that Apptainer builds from; {image} is replaced by the image's name."""
+    """Source that Apptainer builds from; {image} is replaced by the image's name here, {reference} by that on
+    a registry, with its tag."""
     sandbox: ImageSandboxes
     """Sandboxes that must be able to open the image."""
 
     def __post_init__(self) -> None:
-        unknown = set(re.findall(r"\{(.*?)\}", self.template)) - {"image"}
+        unknown = set(re.findall(r"\{(.*?)\}", self.template)) - {"image", "reference"}
         if unknown:
-            raise ConfigError(f"--from {self.template}: only {{image}} is filled in, not {sorted(unknown)}")
+            known = "only {image} and {reference} are filled in"
+            raise ConfigError(f"--from {self.template}: {known}, not {sorted(unknown)}")
 
     def origin(self, task: Task) -> str:
         """Return the source as Apptainer reads it."""
-        name = self.template.replace("{image}", task.image)
+        reference = task.tests.extra.get("image", f"swebench/{task.image}")
+        if "{image}" in self.template and "://" in self.template and "+" in task.image:
+            raise ConfigError(
+                f"--from {self.template}: the image of {task.task_id} has a tag, {reference}: write "
+                "docker://HOST/{reference}"
+            )
+        name = self.template.replace("{image}", task.image).replace("{reference}", reference)
         found = _FILE.match(name)
         return found[0] + str(Path(name[found.end() :]).absolute()) if found else name
 

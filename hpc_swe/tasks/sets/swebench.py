@@ -1,8 +1,8 @@
 """Load tasks from a file of rows of SWE-bench, or those of them that a file of ids selects.
 
-Two formats of rows become the same `Task`. Rows of swebench 5 contain their eval script. Rows of SWE-bench
+All formats of rows become the same `Task`. Rows of swebench 5 contain their eval script. Rows of SWE-bench
 Verified and before it (12 columns) do not, and swebench no longer makes one: a `Recipe` for the row's
-repository says how its tests are run.
+repository says how its tests are run. Rows of published sets bring a recipe of their own.
 """
 
 import logging
@@ -17,8 +17,9 @@ from hpc_swe.base.loader import Plugin
 from hpc_swe.base.records import Split, Task
 from hpc_swe.tasks import task_checks
 from hpc_swe.tasks.hidden_tests import encode_versions
+from hpc_swe.tasks.published_rows import read_row
 from hpc_swe.tasks.sets.base import Taskset
-from hpc_swe.tasks.swebench_rows import RECIPES, Recipe, Row, parse, read_ids, read_records, test_plan
+from hpc_swe.tasks.swebench_rows import Recipe, Row, read_ids, read_records, test_plan
 
 PROMPT = """The repository in {workdir} has the problem that the report below describes.
 
@@ -54,11 +55,12 @@ class Swebench(Plugin, Taskset, frozen=True, kw_only=True):
     `launch` compares images' names and manifests: check again after rows or the grader have changed.
     """
     recipes: dict[str, Recipe] = {}
-    """Repository -> how its tests are run, for rows without an eval script; Verified's are known."""
+    """Repository -> how its tests are run, for rows without an eval script; it comes before what a published
+    row says, and Verified's are known."""
     prompt: str = PROMPT
     """Prompt for the agent; {problem_statement} and {workdir} are filled in."""
     workdir: str = "/testbed"
-    """Folder of the repository in the sandbox."""
+    """Folder of the repository in the sandbox, for rows that name none."""
     timeout_s: float = 900.0
     """Seconds that the eval script may take."""
 
@@ -115,7 +117,7 @@ class Swebench(Plugin, Taskset, frozen=True, kw_only=True):
             return {}
         found: dict[str, tuple[str, Row]] = {}
         for where, record in read_records(Path(source.rows)):
-            row = parse(where, record)
+            row = read_row(where, record)
             if row.instance_id in found:
                 raise ConfigError(f"{where}: {row.instance_id} occurs twice: {found[row.instance_id][0]}")
             found[row.instance_id] = where, row
@@ -132,15 +134,16 @@ class Swebench(Plugin, Taskset, frozen=True, kw_only=True):
 
         Raise ConfigError if the row cannot be judged; see `test_plan`.
         """
-        tests = test_plan(where, row, RECIPES | self.recipes, self.workdir, self.timeout_s)
+        workdir = row.workdir or self.workdir
+        tests = test_plan(where, row, self.recipes, workdir, self.timeout_s)
         # Other braces are the prompt's own. The report comes last, so that nothing in it is filled in.
-        prompt = self.prompt.replace("{workdir}", self.workdir)
+        prompt = self.prompt.replace("{workdir}", workdir)
         return Task(
             task_id=row.instance_id,
             taskset="swebench",
             prompt=prompt.replace("{problem_statement}", row.problem_statement),
             image=row.image_name,
-            workdir=self.workdir,
+            workdir=workdir,
             base_commit=row.base_commit,
             tests=tests,
         )

@@ -44,7 +44,7 @@ def test_an_image_that_shows_the_solution_of_any_of_its_tasks_is_refused(reposit
     with pytest.raises(HpcSweError, match=rf"opt/calc/core\.py: leave the instance out \({shown}\)"):
         ImageStore(recipe.images).build(recipe, *problems)
     assert run(ImageStore(recipe.images), recipe, images, 1) == 1
-    assert "2 tasks of calc: the image shows the solution" in " ".join(capsys.readouterr().out.split())
+    assert "2 tasks of calc+1: the image shows the solution" in " ".join(capsys.readouterr().out.split())
 
 
 def test_an_image_counts_only_for_tasks_whose_solutions_were_searched(repository, tmp_path):
@@ -72,5 +72,7 @@ def test_an_image_counts_only_for_tasks_whose_solutions_were_searched(repository
 
 def test_tasks_of_one_image_and_different_base_commits_are_one_clear_error(repository, tmp_path):
     one, other = rows(repository[1])
-    with pytest.raises(ConfigError, match="one and other share the image calc, which holds one base commit"):
+    with pytest.raises(
+        ConfigError, match="one and other share the image calc.1, which holds one base commit"
+    ):
         images_of(tmp_path, one, other | {"base_commit": "0" * 40})

@@ -48,10 +48,13 @@ def test_rows_of_swebench_5_keep_their_own_script_and_image(tmp_path):
     assert task.tests.fail_to_pass == ["a", "b"]
 
 
-@pytest.mark.parametrize("end", ["", ":1", "@sha256:0", ":1@sha256:0"])
-def test_a_name_of_an_image_has_neither_registry_nor_tag_nor_digest(tmp_path, end):
+@pytest.mark.parametrize(
+    ("end", "name"),
+    [("", ""), (":latest", ""), (":1", "+1"), ("@sha256:0", "+sha256-0"), (":1@sha256:0", "+1-sha256-0")],
+)
+def test_a_name_of_an_image_has_no_registry_and_the_tag_but_latest(tmp_path, end, name):
     rows = write_rows(tmp_path / "rows.jsonl", row("pytest", BASE, image=f"host:5000/me/words{end}"))
-    assert only(rows).image == "words"
+    assert only(rows).image == f"words{name}"
 
 
 def test_ids_select_and_order(tmp_path):

@@ -1,0 +1,160 @@
+"""Rows of repositories in the columns of published sets, in words of our own, and what becomes of them."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from tests.kit.toy import gold
+from tests.kit.toy import row as toy_row
+
+BASE = "0123456789abcdef0123456789abcdef01234567"
+PYTEST = "python -m pytest -rA tests/test_plain.py"
+IMAGE = "sweb.eval.x86_64.acme_{}_tool-12"
+MYPY = """diff --git a/test-data/unit/check.test b/test-data/unit/check.test
+--- a/test-data/unit/check.test
++++ b/test-data/unit/check.test
+@@ -1 +1,4 @@
+ # cases
++[case testFirst]
++[case testNext]
++[out]
+"""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A row, and what a reader must find in it."""
+
+    row: dict[str, Any]
+    reference: str
+    command: str = PYTEST
+    workdir: str = "/testbed"
+    parser: str = "parse_log_pytest"
+    set_up: str = ""
+    conda: bool = True
+
+
+def columns(*without: str, **more: object) -> dict[str, Any]:
+    names = {"FAIL_TO_PASS": ["tests/test_plain.py::test_add[1]"], "PASS_TO_PASS": ["tests/test_plain.py::b"]}
+    made = toy_row("pytest", BASE, instance_id="Acme__tool-12", repo="acme/tool", **names) | more
+    return {name: value for name, value in made.items() if name not in without}
+
+
+def _install(**more: object) -> dict[str, object]:
+    command = "pytest --no-header -rA"
+    given = {"install": "pip install -e .", "python": "3.9", "test_cmd": command, "env_vars": None}
+    return given | {"log_parser": "parse_log_pytest"} | more
+
+
+def _rebench() -> Published:
+    row = columns(
+        install_config=_install(env_vars={"LANG": "C UTF"}), requirements="", environment="", meta={"a": 1}
+    )
+    row |= {"docker_image": "swerebench/" + IMAGE.format("1776"), "FAIL_TO_FAIL": [], "license_name": "MIT"}
+    command = "pytest --no-header -rA tests/test_plain.py"
+    return Published(row, row["docker_image"], command, set_up="export LANG='C UTF'")
+
+
+def _rebench_v2() -> Published:
+    install = _install(test_cmd=["cd build", "go test -v ./..."], log_parser="parse_log_gotest")
+    row = columns("version", "environment_setup_commit", install_config=install, interface="", language="go")
+    row |= {"image_name": "docker.example/swerebenchv2/acme-tool:12-aaaaaaa", "pr_description": ""}
+    command = "cd build\ngo test -v ./..."
+    return Published(
+        row, "swerebenchv2/acme-tool:12-aaaaaaa", command, "/tool", "parse_log_gotest", conda=False
+    )
+
+
+def _live(**more: object) -> dict[str, Any]:
+    given = {
+        "pull_number": "12",
+        "issue_numbers": ["11"],
+        "test_cmds": ["pytest -rA"],
+        "log_parser": "pytest",
+    }
+    return columns("version", "environment_setup_commit", **given | more)
+
+
+def _multilang() -> Published:
+    program = "def parse(log: str) -> dict:\n    return {}\n"
+    commands = {"rebuild_cmds": ["go build ./..."], "test_cmds": ["go test -v ./... > log"]}
+    row = _live(log_parser=program, print_cmds=["cat log"], **commands)
+    command = "go build ./...\ngo test -v ./... > log\ncat log"
+    return Published(
+        row, "starryzhang/" + IMAGE.format("1776"), command, parser="parse_log_gotest", conda=False
+    )
+
+
+def _pro() -> Published:
+    names = {
+        "fail_to_pass": "['tests/test_plain.py::it[\\'s]']",
+        "pass_to_pass": "['tests/test_plain.py::b']",
+    }
+    row = columns(
+        "FAIL_TO_PASS", "PASS_TO_PASS", "version", **names, repo_language="python", interface="none"
+    )
+    row |= {
+        "requirements": "Add two numbers.",
+        "dockerhub_tag": "acme.tool-Acme__tool-12",
+        "before_repo_set_cmd": "",
+    }
+    return Published(row, "jefzda/sweap-images:acme.tool-Acme__tool-12", workdir="/app", conda=False)
+
+
+def _scale() -> Published:
+    row = columns("base_commit", "test_patch", "version", repo="tool", user="acme", parent_commit=BASE)
+    row |= {
+        "f2p_patch": columns()["test_patch"],
+        "workdir": "/workspace/tool",
+        "f2p_script": "",
+        "language": "python",
+    }
+    row |= {
+        "image_url": "aweaiteam/scaleswe:acme_tool_pr12",
+        "pre_commands": f"git checkout {BASE}\nexport A=1",
+    }
+    row |= {name: json.dumps(row[name]) for name in ("FAIL_TO_PASS", "PASS_TO_PASS")}
+    return Published(row, row["image_url"], workdir="/workspace/tool", set_up="export A=1", conda=False)
+
+
+def _gym(**more: object) -> dict[str, Any]:
+    return columns("environment_setup_commit", **more)
+
+
+ROWS = {
+    "SWE-Gym": Published(_gym(repo="getmoto/moto"), "xingyaoww/" + IMAGE.format("s")),
+    "SWE-Gym of mypy": Published(
+        _gym(repo="python/mypy", test_patch=MYPY),
+        "xingyaoww/" + IMAGE.format("s"),
+        "python -m pytest -rA -k 'testFirst or testNext'",
+    ),
+    "SWE-rebench": _rebench(),
+    "SWE-rebench V2": _rebench_v2(),
+    "SWE-bench-extra": Published(columns(meta={"is_lite": True}), "swerebench/" + IMAGE.format("1776")),
+    "SWE-Lego": Published(
+        columns(image_name="jierun/" + IMAGE.format("1776"), test_cmd="pytest -rA"),
+        "jierun/" + IMAGE.format("1776"),
+        "pytest -rA tests/test_plain.py",
+    ),
+    "SWE-bench-Live": Published(_live(), "starryzhang/" + IMAGE.format("1776"), "pytest -rA", conda=False),
+    "SWE-bench-Live/MultiLang": _multilang(),
+    "SWE-bench Pro": _pro(),
+    "Scale-SWE": _scale(),
+}
+
+REFUSED = {
+    "SWE-smith": {
+        "instance_id": "acme__tool.1fd52536.lm_1",
+        "repo": "swesmith/acme__tool.1fd52536",
+        "patch": gold(),
+        "image_name": "swebench/swesmith.x86_64.acme_1776_tool.1fd52536",
+    },
+    "R2E-Gym": {"repo_name": "tool", "docker_image": "a/tool_final:12", "expected_output_json": "{}"},
+    "Multi-SWE-bench": {
+        "org": "acme",
+        "repo": "tool",
+        "number": 12,
+        "fix_patch": gold(),
+        "base": {"sha": BASE},
+    },
+}
