@@ -65,7 +65,7 @@ class Chat(Protocol):
         """
 
     def serve(self, listener: socket.socket, most_turns: int) -> AbstractContextManager[ChatAddress]:
-        """Serve the policy to a program like OpenAI's API, with `most_turns` replies in all."""
+        """Serve the policy to a program like the APIs that it knows, with `most_turns` replies in all."""
 
     def clock(self) -> float:
         """Return the episode's wall seconds without those at the engines; infinite once it cannot succeed."""

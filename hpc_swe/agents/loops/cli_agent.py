@@ -1,4 +1,4 @@
-"""Run an existing program as the agent: any command-line tool that talks to an OpenAI-style server.
+"""Run an existing program as the agent: any command-line tool that asks an OpenAI- or Anthropic-style server.
 
 The program runs inside the sandbox, and the policy listens there on a port of the sandbox's own loopback. So
 the program needs no network, no proxy and no socket file. What the recorder refused decides how an episode
@@ -33,8 +33,8 @@ _WRITE_TIMEOUT_S = 60.0
 class CliAgent(Plugin, Agent, frozen=True, kw_only=True):
     """Run a command until it ends or a budget is spent.
 
-    In `command`, `environ` and `files` these words are replaced: {prompt_file}, {base_url}, {key}, {model},
-    {workdir} and {home}; in `prompt` {task} and {workdir}.
+    In `command`, `environ` and `files` these words are replaced: {prompt_file}, {base_url}, {root_url} (the
+    former without /v1), {key}, {model}, {workdir} and {home}; in `prompt` {task} and {workdir}.
     """
 
     command: str
@@ -84,6 +84,7 @@ class CliAgent(Plugin, Agent, frozen=True, kw_only=True):
         words = {
             "{prompt_file}": f"{self.home}/{PROMPT}",
             "{base_url}": address.url,
+            "{root_url}": address.url.removesuffix("/v1"),
             "{key}": address.key,
             "{model}": MODEL,
             "{workdir}": task.workdir,

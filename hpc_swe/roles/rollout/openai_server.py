@@ -1,4 +1,4 @@
-"""Serve the recorder to agent programs as an OpenAI-style server: /v1/chat/completions and /v1/models.
+"""Serve the recorder to agent programs, in each of the dialects that they speak.
 
 Each episode has a server of its own, on a socket that listens inside its sandbox. Only messages and tools
 are taken from a request; the recorder alone sets how tokens are sampled, so other settings are ignored and
@@ -13,69 +13,46 @@ import select
 import socket
 import sys
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta, Raw, Struct
+from msgspec import Raw
 
 from hpc_swe.agents.loops.base import ChatAddress, ContextFull, TurnsSpent
 from hpc_swe.base.errors import AgentError, EpisodeError, SandboxError
-from hpc_swe.base.records import ExitStatus, Message, ToolCall
+from hpc_swe.base.records import ExitStatus, ToolCall
+from hpc_swe.roles.rollout.dialects.anthropic_messages import AnthropicMessages
+from hpc_swe.roles.rollout.dialects.base import Conversation, DialectRequest, delivered
+from hpc_swe.roles.rollout.dialects.openai_chat import ChatCompletions
+from hpc_swe.roles.rollout.dialects.openai_responses import OpenaiResponses
 from hpc_swe.roles.rollout.recorder import Exchange, Recorder
 
 MAX_BYTES = 4 * 1024**2
 """Longest body of a request: more than fits into any context."""
-MAX_MESSAGES, MAX_PARTS = 10_000, 1_000
 MAX_CONNECTIONS = 8
 READ_S = 30.0
 """Longest silence of a client in the middle of a request."""
 RESET_MS = 100
 """Longest wait for the reset of a closed peer, which the loopback sends at once."""
-TAKEN = {"model", "messages", "tools", "stream", "stream_options", "user", "metadata", "store"}
-"""Fields that are honoured or have no effect on sampling; every other field counts as an ignored setting."""
-ROLES = {"developer": "system", "function": "tool"}
+ROUTES: dict[str, type[DialectRequest]] = {
+    "/v1/chat/completions": ChatCompletions,
+    "/v1/messages": AnthropicMessages,
+    "/v1/responses": OpenaiResponses,
+}
+HARMLESS = {"model", "user", "metadata", "store"}
+"""Fields without effect on sampling; every other field that a dialect does not read is an ignored setting."""
+KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 _parsing = threading.Lock()
 """A parsed body may take fifty times its size in memory, so a process parses one at a time."""
 
 log = logging.getLogger(__name__)
 
 
-class _Text(Struct):
-    text: str = ""
-
-
-class _Function(Struct):
-    name: str
-    arguments: str = "{}"
-
-
-class _Call(Struct):
-    function: _Function
-
-
-class _Message(Struct):
-    role: str
-    content: str | Annotated[list[_Text], Meta(max_length=MAX_PARTS)] | None = None
-    tool_calls: Annotated[list[_Call], Meta(max_length=MAX_PARTS)] | None = None
-
-
-class _StreamOptions(Struct):
-    include_usage: bool = False
-
-
-class _Request(Struct):
-    messages: Annotated[list[_Message], Meta(max_length=MAX_MESSAGES)]
-    tools: Raw = Raw(b"null")
-    stream: bool = False
-    stream_options: _StreamOptions | None = None
-
-
 class ServedRecorder(Recorder):
-    """Record a chat that an agent program may also reach as an OpenAI-style server."""
+    """Record a chat that an agent program may also reach as a server."""
 
     @contextmanager
     def serve(
@@ -101,6 +78,7 @@ class _Server(ThreadingHTTPServer):
         self.socket.close()
         self.socket = listener
         self.recorder, self.key, self.read_s = recorder, secrets.token_hex(16), read_s
+        self.sampled: dict[str, ToolCall] = {}
         self._connections = threading.BoundedSemaphore(MAX_CONNECTIONS)
 
     def verify_request(self, request: object, client_address: object) -> bool:
@@ -119,7 +97,7 @@ class _Server(ThreadingHTTPServer):
             return
         log.exception("broken request")
         # Our own fault, so the episode is an infrastructure failure and gets no reward.
-        self.recorder.failure = self.recorder.failure or SandboxError(f"the OpenAI server broke: {error!r}")
+        self.recorder.failure = self.recorder.failure or SandboxError(f"the agent's server broke: {error!r}")
 
 
 _PAIR = rb"u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
@@ -136,32 +114,37 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: _Server
     connection: socket.socket
-    _request: tuple[list[Message], str] = ([], "")
-    """Messages and tools of the connection's request, once they are parsed."""
+    _asked = Conversation([])
+    """The connection's request, once it is parsed."""
 
     def setup(self) -> None:
         self.request.settimeout(self.server.read_s)
         super().setup()
 
+    def do_HEAD(self) -> None:
+        self._head(200, "text/plain", 0)
+
     def do_GET(self) -> None:
-        if self._is_allowed("/v1/models"):
+        if self._is_allowed(["/v1/models"]):
             self._send(200, {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0}]})
 
     def do_POST(self) -> None:
         recorder = self.server.recorder
         body = self._body()
-        if body is None or not self._is_allowed("/v1/chat/completions"):
+        if body is None or not self._is_allowed(ROUTES):
             return
+        dialect = ROUTES[self._route]
         try:
             with _parsing:
-                request = msgspec.json.decode(body, type=_Request)
-                ignored = msgspec.json.decode(body, type=dict[str, Raw]).keys() - TAKEN
-                recorder.counts["ignored_settings"] += len(ignored)
-                tools = "" if bytes(request.tools) in (b"null", b"[]") else bytes(request.tools).decode()
-                self._request = [_convert(message) for message in request.messages], tools
-            exchange = recorder.ask(*self._request)
+                request = msgspec.json.decode(body, type=dialect)
+                read = HARMLESS.union(dialect.__struct_fields__)
+                ignored = msgspec.json.decode(body, type=dict[str, Raw]).keys() - read
+                self._asked = request.conversation(self.server.sampled)
+            recorder.counts["ignored_settings"] += len(ignored)
+            recorder.counts["dropped"] += self._asked.dropped
+            exchange = recorder.ask(self._asked.messages, self._asked.tools)
         except ContextFull as error:
-            self._end(ExitStatus.CONTEXT, str(error), "context_length_exceeded")
+            self._end(ExitStatus.CONTEXT, f"prompt is too long: {error}", "context_length_exceeded")
         except TurnsSpent as error:
             self._end(ExitStatus.MAX_TURNS, str(error), "turns_spent")
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, AgentError) as error:
@@ -171,19 +154,18 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._answer(request, exchange)
 
-    def _answer(self, request: _Request, exchange: Exchange) -> None:
+    def _answer(self, request: DialectRequest, exchange: Exchange) -> None:
         """Mark the reply as delivered, then send it: the next request may come before the write returns."""
         recorder = self.server.recorder
         if request.stream:
-            usage = request.stream_options is not None and request.stream_options.include_usage
-            lines = [b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in _chunks(exchange, usage)]
-            data = b"".join(lines) + b"data: [DONE]\n\n"
+            data = b"".join(request.events(exchange))
             self._head(200, "text/event-stream")
         else:
-            data = msgspec.json.encode(_completion(exchange))
+            data = msgspec.json.encode(request.answer(exchange))
             self._head(200, "application/json", len(data))
         if self._is_gone():
             return
+        self.server.sampled |= delivered(exchange)
         recorder.deliver(exchange)
         try:
             self.wfile.write(data)
@@ -203,11 +185,18 @@ class _Handler(BaseHTTPRequestHandler):
         look.modify(self.connection, 0)
         return bool(look.poll(RESET_MS))
 
-    def _is_allowed(self, path: str) -> bool:
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not secrets.compare_digest(given.encode(), self.server.key.encode()):
+    @property
+    def _route(self) -> str:
+        return self.path.partition("?")[0]
+
+    def _is_allowed(self, routes: Container[str]) -> bool:
+        given = [
+            self.headers.get("Authorization", "").removeprefix("Bearer "),
+            self.headers.get("x-api-key", ""),
+        ]
+        if not any(secrets.compare_digest(key.encode(), self.server.key.encode()) for key in given):
             self._refuse(401, "wrong or missing API key", "invalid_api_key")
-        elif self.path.partition("?")[0] != path:
+        elif self._route not in routes:
             self._refuse(404, f"no such route: {self.path}", "not_found")
         else:
             return True
@@ -228,13 +217,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _end(self, status: ExitStatus, message: str, code: str) -> None:
         recorder = self.server.recorder
-        is_side_request = recorder.is_side_request(status, *self._request)
+        is_side_request = recorder.is_side_request(status, self._asked.messages, self._asked.tools)
         recorder.refuse(status, message, is_side_request=is_side_request)
         self._refuse(400, message, code)
 
     def _refuse(self, status: int, message: str, code: str) -> None:
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        self._send(status, {"error": {"message": message, "type": kind, "param": None, "code": code}})
+        """Refuse a request in the form that all dialects share."""
+        kind = KINDS.get(status) or ("invalid_request_error" if status < 500 else "server_error")
+        error = {"message": message, "type": kind, "param": None, "code": code}
+        self._send(status, {"type": "error", "error": error})
 
     def _send(self, status: int, value: object) -> None:
         data = msgspec.json.encode(value)
@@ -247,59 +238,9 @@ class _Handler(BaseHTTPRequestHandler):
         if size is not None:
             self.send_header("Content-Length", str(size))
         self.send_header("Connection", "close")
-        if status >= 500:
-            self.send_header("x-should-retry", "false")  # OpenAI's own clients obey it
+        if status >= 400:
+            self.send_header("x-should-retry", "false")  # OpenAI's and Anthropic's clients obey it
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
         log.debug(format, *args)
-
-
-def _convert(message: _Message) -> Message:
-    content = message.content or ""
-    text = content if isinstance(content, str) else "".join(part.text for part in content)
-    calls = [ToolCall(name=c.function.name, arguments=c.function.arguments) for c in message.tool_calls or []]
-    fields = {"role": ROLES.get(message.role, message.role), "content": text, "tool_calls": calls}
-    return msgspec.convert(fields, Message)
-
-
-def _head(exchange: Exchange, kind: str) -> dict[str, object]:
-    return {"id": f"turn-{exchange.index}", "object": kind, "created": int(time.time()), "model": "policy"}
-
-
-def _message(exchange: Exchange) -> dict[str, object]:
-    calls: list[dict[str, object]] = [
-        {
-            "index": number,
-            "id": f"call_{exchange.index}_{number}",
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        for number, call in enumerate(exchange.reply.tool_calls)
-    ]
-    message: dict[str, object] = {"role": "assistant", "content": exchange.reply.content}
-    return message | ({"tool_calls": calls} if calls else {})
-
-
-def _finish(exchange: Exchange) -> str:
-    if exchange.reply.tool_calls:
-        return "tool_calls"
-    return "length" if exchange.reply.truncated else "stop"
-
-
-def _usage(exchange: Exchange) -> dict[str, int]:
-    prompt, completion = exchange.prompt_tokens, exchange.completion_tokens
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-def _completion(exchange: Exchange) -> dict[str, object]:
-    choice = {"index": 0, "message": _message(exchange), "finish_reason": _finish(exchange), "logprobs": None}
-    return _head(exchange, "chat.completion") | {"choices": [choice], "usage": _usage(exchange)}
-
-
-def _chunks(exchange: Exchange, usage: bool) -> list[dict[str, object]]:
-    head = _head(exchange, "chat.completion.chunk")
-    first = {"index": 0, "delta": _message(exchange), "finish_reason": None}
-    last = {"index": 0, "delta": {}, "finish_reason": _finish(exchange)}
-    chunks = [head | {"choices": [first]}, head | {"choices": [last]}]
-    return [*chunks, head | {"choices": [], "usage": _usage(exchange)}] if usage else chunks
