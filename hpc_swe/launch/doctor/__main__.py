@@ -36,7 +36,7 @@ def diagnose(arguments: argparse.Namespace) -> list[Finding]:
         sandbox = msgspec.json.encode(tree["sandbox"]).decode()
     work = computing(config) if config else {}
     needs = [PartitionNeeds(name, gpus=arguments.gpus) for name in arguments.partition]
-    needs = needs or wanted(executor, work)
+    needs = needs or wanted(executor, work, examine.job_needs(config) if config else {})
     token = secrets.token_hex(4)
     folder = _shared(arguments.shared) / f".doctor-{token}"
     os.environ.pop("SLURM_CLUSTERS", None)

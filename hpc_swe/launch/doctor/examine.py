@@ -1,17 +1,19 @@
 """Ask Slurm and the nodes of each partition, and make a table of the findings."""
 
+import math
 import os
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any, get_args
 
 from rich.markup import escape
 from rich.table import Table
 
-from hpc_swe.base.errors import HpcSweError
+from hpc_swe.base.errors import ConfigError, HpcSweError
 from hpc_swe.base.records import Role
 from hpc_swe.cluster.gpus import in_options
 from hpc_swe.cluster.processes import completed
@@ -19,17 +21,21 @@ from hpc_swe.config import job_counts
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.launch import estimate
 from hpc_swe.launch.doctor import scheduler, srun
-from hpc_swe.launch.doctor.findings import ComputingNeeds, Finding, PartitionNeeds
+from hpc_swe.launch.doctor.findings import ComputingNeeds, Finding, JobNeeds, PartitionNeeds
 from hpc_swe.launch.doctor.scheduler import Cluster
 from hpc_swe.launch.doctor.srun import ANSWER_S, ProbeSetup
+from hpc_swe.models.model_shape import ModelShape
 
 COLOURS = {"ok": "green", "warning": "yellow", "fault": "red"}
 NOTHING: Mapping[Role, tuple[ComputingNeeds, ...]] = {}
+NO_JOBS: Mapping[Role, JobNeeds] = {}
 OPTIONS = ("account", "qos", "reservation", "constraint")  # of sbatch, that srun needs too
 
 
 def wanted(
-    executor: dict[str, Any], computing: Mapping[Role, tuple[ComputingNeeds, ...]] = NOTHING
+    executor: dict[str, Any],
+    computing: Mapping[Role, tuple[ComputingNeeds, ...]] = NOTHING,
+    jobs: Mapping[Role, JobNeeds] = NO_JOBS,
 ) -> list[PartitionNeeds]:
     """Return what the table [executor] needs of each partition; an empty name is the cluster's default."""
     needs: dict[str, PartitionNeeds] = {}
@@ -42,20 +48,41 @@ def wanted(
         other = needs.get(name, PartitionNeeds())
         nodes = max(role.get("nodes", 1), other.job_nodes)
         work = other.computing + computing.get(owner, ())
-        needs[name] = PartitionNeeds(name, given, max(gpus, other.gpus), nodes, computing=work)
+        sizes = other.jobs + ((jobs[owner],) if owner in jobs else ())
+        needs[name] = PartitionNeeds(name, given, max(gpus, other.gpus), nodes, computing=work, jobs=sizes)
     return list(needs.values())
 
 
 def computing(config: RunConfig) -> dict[Role, tuple[ComputingNeeds, ...]]:
     """Return by role what the learner and the engines of a run need of the nodes that they compute on."""
     least = {need.what: need.least_gib for need in estimate.costs(config, estimate.jobs(config)).gpus}
-    learner = ComputingNeeds("learner", config.policy, least.get("learner", 0.0))
-    engine = ComputingNeeds("engine", config.engine, least.get("engine", 0.0))
+    experts = _has_experts(Path(config.model))
+    learner = ComputingNeeds("learner", config.policy, least.get("learner", 0.0), experts)
+    engine = ComputingNeeds("engine", config.engine, least.get("engine", 0.0), experts)
     wanted = job_counts.desired(config)
     if job_counts.is_hybrid(config):
         return {"learner": (learner, engine)}
     rows: list[tuple[Role, ComputingNeeds]] = [("learner", learner), ("inference", engine)]
     return {role: (needs,) for role, needs in rows if wanted.get(role)}
+
+
+def _has_experts(model: Path) -> bool:
+    """Return whether the model has experts; False where it cannot be read, of which a start tells."""
+    try:
+        return ModelShape.read(model).experts > 0
+    except ConfigError:
+        return False
+
+
+def job_needs(config: RunConfig) -> dict[Role, JobNeeds]:
+    """Return by role what one job asks of each of its nodes; nothing without a scheduler."""
+    found = {}
+    for role, jobs in estimate.jobs(config).items():
+        if request := jobs.request:
+            cores = math.ceil(request.cores / request.nodes)
+            memory_gb = jobs.memory_grant.gib if jobs.memory_grant else 0.0
+            found[role] = JobNeeds(role, 60 * request.hours, cores, memory_gb)
+    return found
 
 
 def largest_array(config: RunConfig, executor: dict[str, Any]) -> int:

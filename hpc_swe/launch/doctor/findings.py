@@ -7,6 +7,7 @@ two nodes see of each other, and `nodes` checks what the probes measured.
 from dataclasses import dataclass
 from typing import Literal
 
+from hpc_swe.base.records import Role
 from hpc_swe.models.builds import NeedsBuild
 
 Severity = Literal["ok", "warning", "fault"]
@@ -36,6 +37,18 @@ class ComputingNeeds:
     """The table [policy] or [engine]; None if it computes with neither torch nor vLLM."""
     least_gib: float = 0.0
     """Memory of each GPU; 0 is unknown, or none is needed."""
+    has_experts: bool = False
+    """Whether the model has experts, whose kernels not every GPU has."""
+
+
+@dataclass(frozen=True)
+class JobNeeds:
+    """Describe what one job of a role asks of each of its nodes."""
+
+    role: Role
+    minutes: float
+    cores: int
+    memory_gb: float
 
 
 @dataclass(frozen=True)
@@ -55,3 +68,5 @@ class PartitionNeeds:
     """Memory that the probe requests."""
     computing: tuple[ComputingNeeds, ...] = ()
     """Of learner and engines, if their jobs run there."""
+    jobs: tuple[JobNeeds, ...] = ()
+    """Of each role whose jobs run there."""

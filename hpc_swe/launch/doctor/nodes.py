@@ -70,6 +70,10 @@ ATTENTION = Rule(
     "is installed in the environment of jobs",
     "warning",
 )
+OLDEST_GLIBC = {"x86_64": (2, 31), "aarch64": (2, 34)}
+"""Version of the C library that vLLM's packages are built for; docs/install.md names systems that have it."""
+TOO_OLD = re.compile(r"\b(V100S?|P100|P40|T4|K80|M60|Quadro RTX)\b")
+"""GPUs with a compute capability below 8.0."""
 NEWEST = re.compile(r"\b(G?H|G?B)(100|200|300|800)\b")
 """GPUs for which flash-attn-4 has kernels: Hopper and Blackwell."""
 SHARED = Rule(
@@ -104,6 +108,38 @@ PORTS = Rule(
 )
 
 
+def glibc(probe: Probe) -> str:
+    """Say why the packages of vLLM find no build for a node's C library; empty if they do."""
+    oldest = OLDEST_GLIBC.get(probe.processor, (0, 0))
+    if tuple(map(int, re.findall(r"\d+", probe.glibc)[:2])) >= oldest or not probe.glibc:
+        return ""
+    return f"glibc {probe.glibc} on {probe.processor}, and wheels need {'.'.join(map(str, oldest))}"
+
+
+GLIBC = Rule(
+    "glibc",
+    glibc,
+    "let these jobs run on nodes with a newer system, such as Debian 11, Ubuntu 20.04 or Rocky 9",
+    "new enough for the wheels of vLLM and torch",
+)
+
+
+def kernels(need: PartitionNeeds, probe: Probe) -> Finding:
+    """Check that the GPU has the kernels that learner and engines compute with."""
+    check, model = "GPU kernels", probe.gpu_model
+    expert = {each.what for each in need.computing if each.has_experts}
+    if TOO_OLD.search(model):
+        return Finding(check, "fault", f"{model} has a compute capability below 8.0", "use an A100 or newer")
+    if "learner" in expert and not NEWEST.search(model):
+        says = f"on {model} torch computes a learner's experts one after the other"
+        return Finding(check, "warning", says, "let a learner of a model with experts run on Hopper GPUs")
+    if "engine" in expert and re.search(r"\bG?B[123]00\b", model):
+        says = f"on {model} vLLM chooses kernels of experts that take minutes for new weights"
+        return Finding(check, "warning", says, 'set engine.extra = ["--moe-backend", "triton"]')
+    attention = "flash-attn-4" if NEWEST.search(model) else "cuDNN"
+    return Finding(check, "ok", f"{attention} computes a learner's attention on {model}")
+
+
 def findings(need: PartitionNeeds, probes: Sequence[Probe], images: str) -> Iterator[Finding]:
     """Yield the findings about the nodes that answered; sandboxes need a folder of images."""
     where = f"partition {need.partition}" if need.partition else "this machine"
@@ -122,11 +158,7 @@ def _all(need: PartitionNeeds, probes: Sequence[Probe], images: str) -> Iterator
         yield memory(probes, need.memory_mb)
     if need.gpus:
         yield gpus(probes, need.gpus)
-        if helped := [probe for probe in probes if NEWEST.search(probe.gpu_model)]:
-            yield ATTENTION.judge(helped)
-    if any(probe.gpu_gib for probe in probes):
-        yield gpu_memory(need, probes)
-    yield from (builds(each, probes) for each in need.computing if each.plugin)
+    yield from computing(need, probes)
     yield TENSORBOARD.judge(probes)
     yield SHARED.judge(probes)
     reached = [probe for probe in probes if not probe.shared.error]
@@ -134,6 +166,19 @@ def _all(need: PartitionNeeds, probes: Sequence[Probe], images: str) -> Iterator
         yield from folder(reached)
     if reached and need.partition:
         yield from between(reached)
+
+
+def computing(need: PartitionNeeds, probes: Sequence[Probe]) -> Iterator[Finding]:
+    """Yield the findings about what learner and engines compute with."""
+    if need.computing:
+        yield GLIBC.judge(probes)
+    with_gpus = [probe for probe in probes if probe.gpu_model and need.gpus]
+    yield from (kernels(need, probe) for probe in with_gpus[:1])
+    if helped := [probe for probe in with_gpus if NEWEST.search(probe.gpu_model)]:
+        yield ATTENTION.judge(helped)
+    if any(probe.gpu_gib for probe in probes):
+        yield gpu_memory(need, probes)
+    yield from (builds(each, probes) for each in need.computing if each.plugin)
 
 
 def folder(probes: Sequence[Probe]) -> Iterator[Finding]:

@@ -83,6 +83,10 @@ class Probe(Record, frozen=True, kw_only=True):
     """Whether the package flash-attn-4 is installed."""
     gpu_gib: float = 0.0
     """Memory of the smallest GPU; 0 without one."""
+    glibc: str = ""
+    """Version of the system's C library; empty where it is another one."""
+    processor: str = ""
+    """As uname names it: x86_64 or aarch64."""
     builds: Builds = Builds()
     """Versions of torch, vLLM and the driver."""
     shared: Shared
@@ -110,6 +114,8 @@ def measure(folder: Path, token: str, wait_s: float, sandbox: str) -> Probe:
         gpu_files=sum(_opens(path) for path in Path("/dev").glob("nvidia[0-9]*")),
         gpu_model=gpu_model(),
         gpu_gib=gpus.memory_gib(),
+        glibc=platform.libc_ver()[1],
+        processor=platform.machine(),
         builds=msgspec.structs.replace(builds.installed(), driver_cuda=builds.driver()),
         flash_attention=any(importlib.metadata.distributions(name="flash-attn-4")),
         tensorboard=importlib.util.find_spec("tensorboard") is not None,

@@ -1,5 +1,6 @@
 """Parse the output of three `scontrol show` calls of Slurm 22.05 or newer, and check it."""
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,11 @@ class Partition:
     """Nodes that are not down, draining or reserved for maintenance."""
     gpus: int
     """Largest number of GPUs of one usable node."""
+    minutes: float = math.inf
+    """Largest walltime of a job."""
+    cores: float = math.inf
+    """Most cores that a job may have on one node; so is the memory. Infinite is unknown."""
+    memory_gb: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,25 @@ def _partition(words: dict[str, str], members: Sequence[dict[str, str]]) -> Part
         tier=int(words.get("PriorityTier", "1")),
         nodes=len(usable),
         gpus=max((in_gres(node.get("Gres", "")) for node in usable), default=0),
+        minutes=_minutes(words.get("MaxTime", "")),
+        cores=min(_number(words.get("MaxCPUsPerNode", "")), _largest(usable, "CPUTot")),
+        memory_gb=min(_number(words.get("MaxMemPerNode", "")), _largest(usable, "RealMemory")) / 1024,
     )
+
+
+def _largest(nodes: Sequence[dict[str, str]], key: str) -> float:
+    return max((_number(node.get(key, "")) for node in nodes), default=math.inf)
+
+
+def _number(text: str) -> float:
+    """Return a limit; infinity where there is none, or where this version of Slurm does not tell."""
+    return int(text) if text.isdigit() else math.inf
+
+
+def _minutes(text: str) -> float:
+    """Return the minutes of a time such as 2-00:00:00; infinity for UNLIMITED."""
+    days, _, hours = text.rpartition("-")
+    return int(days or 0) * 1440 + _seconds(hours) / 60 if ":" in hours else math.inf
 
 
 def _seconds(text: str) -> int:
@@ -93,6 +117,7 @@ def _about_partition(cluster: Cluster, need: PartitionNeeds) -> Iterator[Finding
     yield partition(cluster, need)
     found = cluster.partitions.get(need.partition)
     if found:
+        yield from limits(found, need)
         yield preemption(cluster, found)
         yield preemption_signal(cluster, found)
     if found and need.gpus:
@@ -165,6 +190,26 @@ def partition(cluster: Cluster, need: PartitionNeeds) -> Finding:
         return Finding("partition", "fault", says, "fewer nodes in executor.roles, or another partition")
     remedy = f"see why its nodes are down (sinfo -R), or use another of {known}"
     return Finding("partition", "fault", f"it is {found.state} with {found.nodes} usable nodes", remedy)
+
+
+def limits(found: Partition, need: PartitionNeeds) -> Iterator[Finding]:
+    """Check that a partition lets each job run as long, and gives it as much of a node, as it asks for."""
+    if not need.jobs:
+        return
+    too_large = [
+        f"executor.roles.{job.role}.{key} asks for {asked:g} {unit}, and {most:g} are given"
+        for job in need.jobs
+        for key, unit, asked, most in (
+            ("timeout_min", "minutes", job.minutes, found.minutes),
+            ("cpus_per_task", "cores of a node", job.cores, found.cores),
+            ("mem_gb", "GB of a node", job.memory_gb, found.memory_gb),
+        )
+        if asked > most
+    ]
+    if not too_large:
+        yield Finding("sizes of jobs", "ok", "none asks for more time, cores or memory than it may have")
+    for says in too_large:
+        yield Finding("sizes of jobs", "fault", says, "lower it, or name a partition with larger nodes")
 
 
 def preemption(cluster: Cluster, found: Partition) -> Finding:

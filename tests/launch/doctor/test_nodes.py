@@ -89,6 +89,38 @@ def test_a_measured_fault_is_found_with_a_remedy_and_nothing_else_is(check, verd
     assert found[check].where == "partition gpu"
 
 
+@pytest.mark.parametrize(
+    ("model", "has_experts", "verdict"),
+    [
+        ("NVIDIA A100-SXM4-80GB", False, "ok"),
+        ("NVIDIA A100-SXM4-80GB", True, "warning"),
+        ("NVIDIA H100 80GB HBM3", True, "ok"),
+        ("NVIDIA B200", True, "warning"),
+        ("Tesla V100-SXM2-32GB", False, "fault"),
+        ("NVIDIA RTX 6000 Ada Generation", False, "ok"),
+    ],
+)
+def test_a_gpu_without_a_kernel_that_is_needed_is_found(model, has_experts, verdict):
+    computing = tuple(ComputingNeeds(what, None, 0.0, has_experts) for what in ("learner", "engine"))
+    need = dataclasses.replace(ASK, computing=computing)
+    found = {each.check: each for each in nodes.findings(need, [changed(gpu_model=model)], "")}
+    assert found["GPU kernels"].verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("glibc", "processor", "verdict"),
+    [("2.28", "x86_64", "fault"), ("2.31", "x86_64", "ok"), ("2.31", "aarch64", "fault"), ("", "", "ok")],
+)
+def test_a_system_for_which_no_wheel_is_built_is_a_fault(glibc, processor, verdict):
+    need = dataclasses.replace(ASK, computing=(ComputingNeeds("learner", None),))
+    (found,) = [
+        each
+        for each in nodes.findings(need, [changed(glibc=glibc, processor=processor)], "")
+        if each.check == "glibc"
+    ]
+    assert found.verdict == verdict
+
+
 def test_a_folder_that_is_not_seen_is_one_fault_and_not_many():
     unseen = msgspec.structs.replace(
         MEASURED, shared=Shared(error="No such file or directory: /tmp/runs/token"), peers=[]
@@ -246,6 +278,10 @@ def test_builds_and_gpus_of_nodes_are_compared_with_the_configuration():
     ]
     config = configuration.read(ROOT / "configs/demo.toml", overrides=[*words, 'sandbox={type="process"}'])
     needs = examine.wanted(configuration.dump(config)["executor"], examine.computing(config))
+    sized = examine.wanted(configuration.dump(config)["executor"], {}, examine.job_needs(config))
+    of = {need.partition: {job.role: job.minutes for job in need.jobs} for need in sized}
+    assert of["gpu"] == {"learner": 1440}
+    assert {"inference", "rollout", "reward", "coordinator"} == of[""].keys()
     on = {need.partition: [each.what for each in need.computing] for need in needs}
     assert on == {"": ["engine"], "gpu": ["learner"]}
     learner = ComputingNeeds("learner", config.policy, 80.0)

@@ -3,7 +3,7 @@
 import pytest
 
 from hpc_swe.launch.doctor import examine, scheduler
-from hpc_swe.launch.doctor.findings import PartitionNeeds
+from hpc_swe.launch.doctor.findings import JobNeeds, PartitionNeeds
 
 CONFIG = """\
 Configuration data as of 2026-11-20T16:19:35
@@ -137,6 +137,24 @@ def test_nodes_that_are_down_are_not_counted():
         ).verdict
         == "fault"
     )
+
+
+@pytest.mark.parametrize(
+    ("minutes", "cores", "memory_gb", "keys"),
+    [
+        (1440, 8, 62, []),
+        (1441, 8, 62, ["timeout_min"]),
+        (60, 9, 63, ["cpus_per_task", "mem_gb"]),
+    ],
+)
+def test_a_job_that_no_node_of_its_partition_can_take_is_a_fault(minutes, cores, memory_gb, keys):
+    partitions = PARTITIONS.replace("PartitionName=cpu", "PartitionName=cpu MaxTime=1-00:00:00")
+    limited = cluster(partitions=partitions, members=NODES.replace("CPUTot=8", "CPUTot=8 RealMemory=64000"))
+    need = PartitionNeeds("cpu", jobs=(JobNeeds("rollout", minutes, cores, memory_gb),))
+    found = [each for each in scheduler.limits(limited.partitions["cpu"], need) if each.verdict != "ok"]
+    assert [each.says.split()[0].rpartition(".")[2] for each in found] == keys
+    unknown = scheduler.limits(GOOD.partitions["first"], need)
+    assert [each.verdict for each in unknown] == ["ok"], "what this Slurm does not tell limits nothing"
 
 
 @pytest.mark.parametrize(
