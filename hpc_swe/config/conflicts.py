@@ -7,7 +7,6 @@ later: a run that was created before them, and breaks one, goes on.
 import re
 from collections.abc import Iterator
 
-from msgspec import to_builtins
 from msgspec.structs import asdict
 
 from hpc_swe.base import loader
@@ -18,7 +17,6 @@ from hpc_swe.models.policies.base import LossConfig
 MOST_STALENESS = 8  # steps: older samples seldom teach anything
 MOST_PASSES, MOST_WITH_SQUARE = 4, 9
 """Optimizer steps for a batch that old samples stand, without the square of the log-ratio and with it."""
-REPORT_BYTES = 1_000_000
 """Size up to which a sandbox gives back a report of tests. A guard of graders limits the lines of assertions
 to 0.7 times this, but not those that each test has."""
 NARROW = 0.01
@@ -45,7 +43,6 @@ def of_new_runs(config: RunConfig) -> Iterator[str]:
     policy, snapshot_every = config.policy, config.learner.snapshot_every
     if snapshot_every > 1 and policy.why_no_deltas:
         yield f"learner.snapshot_every = {snapshot_every} and {policy.why_no_deltas}, or snapshot_every = 1"
-    yield from _unread_reports(config)
     if config.mode != "grpo":
         return
     yield from _shared_memory(config)
@@ -117,17 +114,6 @@ def _table(value: object) -> dict[str, float]:
     """Return the numbers of a plugin's table; an object that is no plugin has none."""
     table = loader.dump(value) if isinstance(value, loader.Plugin) else {}
     return {name: number for name, number in table.items() if isinstance(number, int | float)}
-
-
-def _unread_reports(config: RunConfig) -> Iterator[str]:
-    """Yield a message if a sandbox does not give back the report of every right program."""
-    table = to_builtins(loader.dump(config.sandbox)) if isinstance(config.sandbox, loader.Plugin) else {}
-    size = table.get("limits", {}).get("read_bytes")
-    if isinstance(size, int) and size < REPORT_BYTES:
-        yield (
-            f"sandbox.limits.read_bytes = {size} is less than {REPORT_BYTES}: a report of tests may be so "
-            "long, and one that is not read counts as a failure of the policy; raise it"
-        )
 
 
 def _contradictions(config: RunConfig) -> Iterator[str]:

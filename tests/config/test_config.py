@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from hpc_swe.agents.loops.tool_agent import ToolAgent
-from hpc_swe.agents.sandboxes.process import READ_BYTES
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.config import config as configuration
 from hpc_swe.config import conflicts
@@ -255,14 +254,6 @@ def test_a_decay_without_a_length_of_its_own_ends_with_the_run(read):
 )
 def test_a_learner_outwaits_the_coordinator_which_restarts_what_is_stuck(read, words, least_s):
     assert read(GOOD, *words).batch_wait_s > least_s
-
-
-def test_a_sandbox_gives_back_every_report_that_tests_may_write(read):
-    words, key = (GOOD, 'sandbox.type="apptainer"'), "sandbox.limits.read_bytes"
-    assert READ_BYTES >= conflicts.REPORT_BYTES, "the other sandbox has no key for it"
-    (found,) = conflicts.of_new_runs(read(*words, f"{key}={conflicts.REPORT_BYTES - 1}"))
-    assert f"{key} = {conflicts.REPORT_BYTES - 1} is less than" in found
-    assert list(conflicts.of_new_runs(read(*words, f"{key}={conflicts.REPORT_BYTES}"))) == []
 
 
 @pytest.mark.parametrize("objective", ["grpo", "sft"])

@@ -477,9 +477,9 @@ def test_dry_run_makes_nothing_and_needs_no_slurm(tmp_path, read):
 @pytest.mark.slow
 def test_dry_run_of_a_local_run_says_so_and_ends_with_what_start_refuses(tmp_path, read):
     config = read("policy.tensor_parallel=2")
-    sandbox = 'sandbox={type="apptainer", executable="no-such-apptainer"}'
+    sandbox = 'sandbox={type="apptainer", images="no-such-images"}'
     done = dry(tmp_path, f"model={config.model}", sandbox)
     assert "all on this machine; nothing is asked of a scheduler" in " ".join(done.stdout.split())
     assert "the run folder at its fullest" in done.stdout
     assert done.returncode == 2
-    assert "no-such-apptainer" in done.stderr
+    assert "no-such-images" in done.stderr

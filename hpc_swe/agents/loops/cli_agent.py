@@ -9,6 +9,7 @@ after a refused side request the exit code decides.
 import json
 import math
 import shlex
+from typing import ClassVar
 
 from hpc_swe.agents.loops.base import Agent, Chat, ChatAddress, Refusal, Result
 from hpc_swe.agents.sandboxes.base import CommandResult, Sandbox
@@ -45,8 +46,6 @@ class CliAgent(Plugin, Agent, frozen=True, kw_only=True):
     """Added to HOME, OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL."""
     files: dict[str, str] = {}
     """Path below {home} -> text, written before the command runs."""
-    home: str = "/tmp/agent"  # noqa: S108 - of the sandbox
-    """HOME, outside the work directory: what the program stores there must not become part of the patch."""
     max_turns: int = 50
     """Replies that the program gets, those of side requests included."""
     timeout_s: float = 1800.0
@@ -55,6 +54,8 @@ class CliAgent(Plugin, Agent, frozen=True, kw_only=True):
     """Exit code -> how the episode ended, besides 0, which is submitted; any other is an agent_error."""
     most_chars: int = 20_000
     """Characters of the program's output in the record."""
+    # Outside the work directory: what the program stores in HOME must not become part of the patch.
+    home: ClassVar[str] = "/tmp/agent"  # noqa: S108 - of the sandbox
 
     def __post_init__(self) -> None:
         """Raise ConfigError for an exit code with which the program could avoid a reward."""

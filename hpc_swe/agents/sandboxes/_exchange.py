@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 from hpc_swe.agents.sandboxes.base import SessionEnded
 
+OUTPUT_BYTES = 64_000  # of a command's or a program's output are kept
 MOST_ANSWER_BYTES = 1 << 20
 """An honest answer is much shorter; a longer one ends the session."""
 

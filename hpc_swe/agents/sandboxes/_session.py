@@ -21,7 +21,14 @@ import msgspec
 from msgspec import Struct
 
 from hpc_swe.agents.sandboxes._descriptors import send_files
-from hpc_swe.agents.sandboxes._exchange import PipedProgram, collected, output_file, passed_on, pipes
+from hpc_swe.agents.sandboxes._exchange import (
+    OUTPUT_BYTES,
+    PipedProgram,
+    collected,
+    output_file,
+    passed_on,
+    pipes,
+)
 from hpc_swe.agents.sandboxes._tree import Tree
 from hpc_swe.agents.sandboxes.base import INTERRUPT, Clock, CommandResult, ProgramSession, SessionEnded
 from hpc_swe.base.errors import SandboxError
@@ -75,10 +82,6 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     command that uses more is killed."""
     disk_mb: int = 512
     """All written files together; they take memory of the job."""
-    output_bytes: int = 64_000
-    """Output in a command's result."""
-    read_bytes: int = 1_000_000
-    """Largest file that can be read."""
 
 
 class Container:
@@ -155,7 +158,7 @@ class Container:
                 folder = _expect(host_end, b"ready")
             except OSError as error:
                 raise SandboxError(f"no sandbox: {error}; container: {self.last_output()}") from error
-            tree = Tree(folder, self._limits.read_bytes)
+            tree = Tree(folder)
             stack.callback(tree.close)
             yield Session(self, host_end, process, tree, self._limits)
 
@@ -230,7 +233,7 @@ class Session:
             with passed_on(made) as ends:
                 self._start_session(request, [source, output, *ends])
             try:
-                yield PipedProgram(made, output, self._limits.output_bytes, self._interrupt, self._running)
+                yield PipedProgram(made, output, OUTPUT_BYTES, self._interrupt, self._running)
             finally:
                 self._end_session()
 
@@ -298,7 +301,7 @@ class Session:
                 answer = b""
             if not answer.startswith(b"{"):  # no answer, or the error of process 1
                 return self._broken()
-            text = collected(output, self._limits.output_bytes, self._limits.file_mb)
+            text = collected(output, OUTPUT_BYTES, self._limits.file_mb)
             result = CommandResult(output=text, **json.loads(answer))
             self._container.require_alive()  # a command that finds no files any more may still exit with 0
             return result

@@ -22,14 +22,14 @@ _MOST_FILES = 20_000
 _MOST_ENTRIES = 50_000
 """Names of any kind that one call lists."""
 _DEEPEST = 64
+READ_BYTES = 4_000_000  # largest file that is read: a report of tests may have a million bytes
 
 
 class Tree:
     """Read, write and list files below one open directory, as `Sandbox` describes it."""
 
-    def __init__(self, root: int, most_bytes: int) -> None:
+    def __init__(self, root: int) -> None:
         self._root = root
-        self._most_bytes = most_bytes
 
     def read(self, path: str) -> bytes:
         with self._parent(path) as (folder, name):
@@ -37,11 +37,11 @@ class Tree:
             with os.fdopen(file, "rb") as handle:
                 if not stat.S_ISREG(os.fstat(file).st_mode):
                     raise OSError(errno.EINVAL, "not a regular file", path)
-                if os.fstat(file).st_size > self._most_bytes:
-                    raise OSError(errno.EFBIG, f"larger than {self._most_bytes} bytes", path)
-                data = handle.read(self._most_bytes + 1)
-        if len(data) > self._most_bytes:  # it grew meanwhile
-            raise OSError(errno.EFBIG, f"larger than {self._most_bytes} bytes", path)
+                if os.fstat(file).st_size > READ_BYTES:
+                    raise OSError(errno.EFBIG, f"larger than {READ_BYTES} bytes", path)
+                data = handle.read(READ_BYTES + 1)
+        if len(data) > READ_BYTES:  # it grew meanwhile
+            raise OSError(errno.EFBIG, f"larger than {READ_BYTES} bytes", path)
         return data
 
     def write(self, path: str, data: bytes) -> None:

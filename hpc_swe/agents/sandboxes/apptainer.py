@@ -50,12 +50,6 @@ class Apptainer(Plugin, ImageSandboxes, frozen=True, kw_only=True):
     images: str = ".cache/images"
     """Folder of ``<image>.sif`` files; an unpacked folder ``<image>`` that this user owns is preferred."""
     limits: Limits = Limits()
-    start_timeout_s: float = 120.0
-    """Seconds that a container may take to start."""
-    shared_container: bool = True
-    """Run the sandboxes of one image in one container; false costs ten times as much per sandbox."""
-    warm_containers: int = 8
-    """Idle containers that a process keeps until their image is needed again, at 40 MB each."""
     local: str = ""
     """Folder on the node's own disk, such as ``$TMPDIR``, where each .sif is unpacked once per node."""
     local_gb: float = 50.0
@@ -65,8 +59,10 @@ class Apptainer(Plugin, ImageSandboxes, frozen=True, kw_only=True):
     python: str = "python3"
     """Interpreter in the image that serves the host and runs `Sandbox.python`."""
     warm_up: ClassVar[str] = WARM_UP  # runs once per container; every sandbox starts with its imports done
-    executable: str = "apptainer"
-    """Name or path of Apptainer."""
+    executable: ClassVar[str] = "apptainer"
+    start_timeout_s: ClassVar[float] = 120.0  # of a container
+    warm_containers: ClassVar[int] = 8  # idle ones that a process keeps for their image, at 40 MB each
+    shares_containers: ClassVar[bool] = True  # all sandboxes of one image are in one container
 
     def check(self) -> None:
         """Raise ConfigError, with the remedy, when this machine cannot open sandboxes."""
@@ -94,7 +90,7 @@ class Apptainer(Plugin, ImageSandboxes, frozen=True, kw_only=True):
     @contextmanager
     def open(self, task: Task) -> Iterator[Sandbox]:
         """Open a fresh sandbox of the task's image with the task's files in its work directory."""
-        containers = self._containers().container if self.shared_container else self._running
+        containers = self._containers().container if self.shares_containers else self._running
         with containers(task.image) as container, container.open(task.workdir) as sandbox:
             add_files(sandbox, task.files, f"lay out the files of {task.task_id}")
             if task.absent:
@@ -103,7 +99,7 @@ class Apptainer(Plugin, ImageSandboxes, frozen=True, kw_only=True):
 
     def for_trial(self, images: Path) -> "Apptainer":
         """Return the same sandboxes for another folder of images, with one container per sandbox."""
-        return msgspec.structs.replace(self, images=str(images), local="", shared_container=False)
+        return Apart(**msgspec.structs.asdict(self) | {"images": str(images), "local": ""})
 
     def image(self, name: str) -> Path:
         """Return file or folder of an image; raise ConfigError if there is none or others may change it."""
@@ -162,6 +158,12 @@ class Apptainer(Plugin, ImageSandboxes, frozen=True, kw_only=True):
                 "containers/build_agents.sh makes those of the agents that ship"
             )
         return f"{path}:{target}:ro" if path.is_dir() else f"{path}:{target}:image-src=/,ro", target
+
+
+class Apart(Apptainer, frozen=True, kw_only=True):
+    """Give each sandbox a container of its own, which costs ten times as much."""
+
+    shares_containers: ClassVar[bool] = False
 
 
 def _remove(sandbox: Sandbox, task: Task) -> None:

@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
+from typing import ClassVar
 
-from hpc_swe.agents.sandboxes._exchange import PipedProgram, collected, passed_on, pipes
+from hpc_swe.agents.sandboxes._exchange import OUTPUT_BYTES, PipedProgram, collected, passed_on, pipes
 from hpc_swe.agents.sandboxes._interpreter import Command
 from hpc_swe.agents.sandboxes._program import thread_variables
 from hpc_swe.agents.sandboxes._tree import Tree
@@ -37,8 +38,6 @@ from hpc_swe.cluster.processes import die_with_parent, kill_and_wait
 
 MARK = "HPC_SWE_SANDBOX"
 """Environment variable of all its processes; a process shows the environment with which it began."""
-OUTPUT_BYTES = 64_000  # bytes of a command's output that are kept
-READ_BYTES = 1_000_000  # largest file that is read: a report of tests may be so long
 SESSION_MARK = "HPC_SWE_SESSION"
 """Environment variable of a session's processes, which go on when a command ends."""
 CLOCK_CHECK_S = 0.2
@@ -52,11 +51,7 @@ log = logging.getLogger(__name__)
 class Process(Plugin, Sandboxes, frozen=True, kw_only=True):
     """Provide no isolation: the work directory is a temporary folder, and the task's image is ignored."""
 
-    scratch: str = ""
-    """Folder for work directories; empty means the system's."""
-    threads: int = 1
-    """Threads that a numerical library starts in each process (OMP_NUM_THREADS and its like), for agents and
-    graders; 0 is one for each core."""
+    threads: ClassVar[int] = 1  # of a numerical library, in each process of agents and graders
 
     def check(self) -> None:
         """Accept every machine, and warn once."""
@@ -66,9 +61,8 @@ class Process(Plugin, Sandboxes, frozen=True, kw_only=True):
     def open(self, task: Task) -> Iterator[Sandbox]:
         """Open a fresh folder with the task's files; `Task.absent` removes nothing from this machine."""
         _warn()
-        place = self.scratch or None
         with (
-            tempfile.TemporaryDirectory(prefix="hpc_swe.", dir=place, ignore_cleanup_errors=True) as folder,
+            tempfile.TemporaryDirectory(prefix="hpc_swe.", ignore_cleanup_errors=True) as folder,
             closing(_Folder(folder, self)) as sandbox,
         ):
             add_files(sandbox, task.files, f"lay out the files of {task.task_id}")
@@ -77,9 +71,8 @@ class Process(Plugin, Sandboxes, frozen=True, kw_only=True):
 
 class _Folder(Tree):
     def __init__(self, folder: str, settings: Process) -> None:
-        super().__init__(os.open(folder, os.O_RDONLY | os.O_DIRECTORY), READ_BYTES)
+        super().__init__(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
         self._home = folder
-        self._output_bytes = OUTPUT_BYTES
         self._threads = settings.threads
 
     def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
@@ -107,7 +100,7 @@ class _Folder(Tree):
                 )
             try:
                 interrupt = partial(process.send_signal, INTERRUPT)
-                yield PipedProgram(made, output.fileno(), self._output_bytes, interrupt)
+                yield PipedProgram(made, output.fileno(), OUTPUT_BYTES, interrupt)
             finally:
                 process.kill()
                 _kill_all(self._home)
@@ -127,7 +120,7 @@ class _Folder(Tree):
                     answer = _stop(host)
             if not answer:  # a process of the sandbox has killed the reaper, or stopped it
                 _kill_all(self._home, but=SESSION_MARK)
-            text = collected(output.fileno(), self._output_bytes)
+            text = collected(output.fileno(), OUTPUT_BYTES)
         code = 137 if timed_out else int(answer or 137)
         return CommandResult(exit_code=code, output=text, timed_out=timed_out)
 

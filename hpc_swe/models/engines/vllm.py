@@ -75,8 +75,6 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
     """Run without CUDA graphs: slower, but ready sooner."""
     device: Literal["gpu", "cpu"] = "gpu"
     """Device of the model; gpu needs `tensor_parallel` GPUs, and the engine does not start with fewer."""
-    threads: int = 1
-    """Threads of each CPU worker."""
     stop_token_ids: list[int] = []
     """Further stop tokens; the chat template's end of turn, where generation_config.json does not name it."""
     return_routing: bool = False
@@ -132,10 +130,7 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
         return [program, "serve", str(model), *pairs, *flags, *self.extra]
 
     def environment(self, token: str) -> dict[str, str]:
-        return (
-            vllm_environment.environment(token, on_cpu=self.device == "cpu", threads=self.threads)
-            | self.environ
-        )
+        return vllm_environment.environment(token, on_cpu=self.device == "cpu") | self.environ
 
     @property
     def gpus(self) -> int:

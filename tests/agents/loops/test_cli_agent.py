@@ -12,6 +12,7 @@ from hpc_swe.agents.loops.cli_agent import CliAgent, outcome
 from hpc_swe.agents.sandboxes.base import CommandResult
 from hpc_swe.base.errors import ConfigError, EngineError
 from hpc_swe.base.records import Episode, ExitStatus, id_array
+from tests.kit.constants import varied
 from tests.kit.sessions_kit import KITS, call
 from tests.kit.stage import Rig, rig
 from tests.kit.toy_engine import ToyEngine
@@ -66,12 +67,8 @@ def home(tmp_path: Path) -> str:
 
 def play(tmp_path: Path, words: str, **fields: object) -> tuple[Episode, Rig]:
     fields = {"command": f"python3 {{home}}/client.py {{prompt_file}} {words}", "max_turns": 5} | fields
-    table = {
-        "files": {"client.py": CLIENT},
-        "home": str(tmp_path / "home"),
-        "exit_codes": {"53": "max_turns"},
-    }
-    agent = msgspec.convert(table | fields, CliAgent)
+    table = {"files": {"client.py": CLIENT}, "exit_codes": {"53": "max_turns"}}
+    agent = msgspec.convert(table | fields, varied(CliAgent, home=str(tmp_path / "home")))
     wait_s = 1.0 if "break" in words else 60.0
     made = rig(
         tmp_path / "run", tmp_path / "model", agent, replies=["a", "b", "c"], wait_s=wait_s, context=2000
@@ -143,10 +140,9 @@ def test_time_at_the_engines_is_not_the_programs(tmp_path: Path) -> None:
         {
             "command": "python3 {home}/client.py {prompt_file} ask ask 0",
             "files": {"client.py": CLIENT},
-            "home": str(tmp_path / "home"),
             "timeout_s": agent_s,
         },
-        CliAgent,
+        varied(CliAgent, home=str(tmp_path / "home")),
     )
     made = rig(tmp_path / "run", tmp_path / "model", agent, replies=["a", "b"], context=2000)
     made.engine.on_call = lambda call: time.sleep(5.5)
@@ -189,9 +185,8 @@ def test_a_folder_where_the_patch_should_be_is_no_error_of_mini_swe_agent(tmp_pa
     if not (kit / "stamp").exists():
         pytest.skip("mini_swe_agent is not installed: containers/build_agents.sh says why not")
     words = ("mkdir patch.txt; touch done.py", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
-    agent = CliAgent(
-        command=f"{sys.executable} -I {kit}/mini.py {{prompt_file}}", home=str(tmp_path / "home")
-    )
+    kind = varied(CliAgent, home=str(tmp_path / "home"))
+    agent = kind(command=f"{sys.executable} -I {kit}/mini.py {{prompt_file}}")
     replies = [call("bash", command=word) for word in words]
     made = rig(tmp_path / "run", tmp_path / "model", agent, replies=replies, context=32_000)
     made.ask()

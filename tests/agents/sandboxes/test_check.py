@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
@@ -11,16 +10,17 @@ from hpc_swe.agents.sandboxes.base import FAILURES_BEFORE_CHECK, WatchedSandboxe
 from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.base.errors import ConfigError, NodeError, SandboxError
 from hpc_swe.cluster.processes import descendants
+from tests.kit.constants import varied
 
 
 def test_no_apptainer(tmp_path: Path):
     with pytest.raises(ConfigError, match="no apptainer-9 on PATH: install Apptainer"):
-        Apptainer(images=str(tmp_path), executable="apptainer-9").check()
+        varied(Apptainer, executable="apptainer-9")(images=str(tmp_path)).check()
 
 
 def test_no_image(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"no \.sif file in .*build_image\.sh"):
-        Apptainer(images=str(tmp_path), executable="true").check()
+        varied(Apptainer, executable="true")(images=str(tmp_path)).check()
 
 
 def test_an_image_that_a_task_names_is_missing(tmp_path: Path, task):
@@ -33,9 +33,9 @@ def test_an_image_that_a_task_names_is_missing(tmp_path: Path, task):
 
 def test_an_apptainer_that_fails_tells_why(tmp_path: Path, task):
     (tmp_path / "python-pytest.sif").write_text("no image")
+    broken = varied(Apptainer, executable="false")(images=str(tmp_path))
     with pytest.raises(ConfigError, match=r"python-pytest\.sif cannot be run here"):
-        Apptainer(images=str(tmp_path), executable="false").check()
-    broken = Apptainer(images=str(tmp_path), executable="false")
+        broken.check()
     with pytest.raises(SandboxError, match="did not start"), broken.open(task):
         pass
 
@@ -72,7 +72,7 @@ def test_a_container_killed_at_the_check_does_not_blame_the_configuration(
         f'#!/bin/sh\n[ -e {mark} ] || {{ touch {mark}; kill -9 $$; }}\nexec apptainer "$@"\n'
     )
     dies_once.chmod(0o755)
-    Apptainer(images=apptainer.images, executable=str(dies_once)).check()
+    varied(Apptainer, executable=str(dies_once))(images=apptainer.images).check()
     assert mark.exists()
 
 
@@ -85,17 +85,15 @@ def test_a_good_machine_passes_and_keeps_nothing_running(apptainer: Apptainer):
 
 @pytest.mark.slow
 def test_a_warm_up_that_fails_is_told(apptainer: Apptainer, task):
-    class Broken(Apptainer, frozen=True, kw_only=True):
-        warm_up: ClassVar[str] = "import nothing_like_this"
-
-    broken = Broken(images=apptainer.images)
+    broken = varied(Apptainer, warm_up="import nothing_like_this")(images=apptainer.images)
     with pytest.raises(SandboxError, match="No module named 'nothing_like_this'"), broken.open(task):
         pass
 
 
 def test_a_node_that_opens_none_ends_its_worker_before_it_has_failed_many(tmp_path: Path, task):
     (tmp_path / "python-pytest.sif").write_text("no image")
-    sick = WatchedSandboxes(Apptainer(images=str(tmp_path), executable="false"))
+    broken = varied(Apptainer, executable="false")(images=str(tmp_path))
+    sick = WatchedSandboxes(broken)
     for _ in range(FAILURES_BEFORE_CHECK - 1):
         with pytest.raises(SandboxError), sick.open(task):
             pass

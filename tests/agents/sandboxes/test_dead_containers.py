@@ -24,6 +24,7 @@ from hpc_swe.roles.reward.worker import RewardResources, judge
 from hpc_swe.tasks import patch
 from hpc_swe.tasks.graders.swebench import Swebench
 from tests.kit.checkout import ROOT
+from tests.kit.constants import varied
 from tests.kit.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.slow
 def served(apptainer: Apptainer, tmp_path: Path) -> Apptainer:
     """Its image is one file, which a FUSE daemon serves."""
     (tmp_path / "python-pytest.sif").symlink_to(Path(apptainer.images, "python-pytest.sif"))
-    return Apptainer(images=str(tmp_path), warm_containers=0)
+    return varied(Apptainer, warm_containers=0)(images=str(tmp_path))
 
 
 @pytest.fixture
@@ -128,7 +129,7 @@ def test_an_apptainer_that_hangs_is_ended_and_costs_its_sandbox_only(served, tas
     program = tmp_path / "apptainer"
     program.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
     program.chmod(0o755)
-    hanging = msgspec.structs.replace(served, executable=str(program), start_timeout_s=4.0)
+    hanging = varied(Apptainer, executable=str(program), start_timeout_s=4.0)(images=served.images)
     with pytest.raises(SandboxError, match="did not start"), hanging.open(task):
         pass
     assert start_time(int((tmp_path / "pid").read_text())) is None

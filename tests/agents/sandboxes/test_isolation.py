@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_swe.agents.sandboxes.apptainer import Apptainer
+from hpc_swe.agents.sandboxes.apptainer import Apart, Apptainer
 from hpc_swe.agents.sandboxes.base import Sandbox
 from hpc_swe.base.records import Task
 
@@ -96,7 +96,7 @@ def test_no_host_file_or_variable_is_visible(apptainer: Apptainer, task: Task, t
         monkeypatch.setenv(name, f"{tmp_path}/host")
     monkeypatch.chdir(tmp_path)
     looks = "import os; print(dict(os.environ), open('/proc/self/environ').read())"
-    other = Apptainer(images=apptainer.images, start_timeout_s=119.0)  # a container of its own, started here
+    other = Apptainer(images=apptainer.images, local_gb=49.0)  # a container of its own, started here
     with other.open(task) as sandbox:
         assert sandbox.run(f"ls {tmp_path}/secret", 20).exit_code != 0
         seen = (
@@ -169,9 +169,9 @@ print(*(os.readlink(f'/proc/self/fd/{number}') for number in (0, 1, 2)), len(os.
     assert sandbox.python(program, 20).output == f"/dev/null {memory} {memory} 4\n"
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_every_kind_of_image_and_container_behaves_the_same(images: str, task: Task, shared: bool):
-    with Apptainer(images=images, shared_container=shared).open(task) as sandbox:
+@pytest.mark.parametrize("kind", [Apptainer, Apart])
+def test_every_kind_of_image_and_container_behaves_the_same(images: str, task: Task, kind: type[Apptainer]):
+    with kind(images=images).open(task) as sandbox:
         assert out(sandbox, "cat mod.py") == "x = 1"
         assert out(sandbox, "rm -r /usr/share; mv /etc /moved; ls /usr/share /etc 2>&1 | wc -l") == "2"
         assert sandbox.python("import pytest; print('ok')", 20).output == "ok\n"

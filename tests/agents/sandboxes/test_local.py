@@ -13,9 +13,10 @@ import pytest
 
 from hpc_swe.agents.sandboxes import _local
 from hpc_swe.agents.sandboxes._local import LocalImages
-from hpc_swe.agents.sandboxes.apptainer import Apptainer
+from hpc_swe.agents.sandboxes.apptainer import Apart, Apptainer
 from hpc_swe.cluster.processes import start_time
 from tests.kit.checkout import environment
+from tests.kit.constants import varied
 from tests.kit.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -69,7 +70,7 @@ def instead_of_unsquashfs(folder: Path, script: str) -> dict[str, str]:
 
 def test_a_sandbox_runs_from_the_nodes_disk(sif, disk, task, monkeypatch, caplog):
     monkeypatch.setenv("NODE_DISK", str(disk))
-    sandboxes = Apptainer(images=str(sif.parent), local="$NODE_DISK", warm_containers=0)
+    sandboxes = varied(Apptainer, warm_containers=0)(images=str(sif.parent), local="$NODE_DISK")
     with sandboxes.open(msgspec.structs.replace(task, image="small")) as sandbox:
         assert sandbox.run("touch /usr/new; rm -r /usr/lib/python3; ls /usr/new; cat mod.py", 30).output == (
             "/usr/new\nx = 1\n"
@@ -168,7 +169,7 @@ def test_a_folder_that_others_could_have_filled_is_not_used(sif, disk, mode, cap
 
 def test_without_the_nodes_disk_it_is_told_once_and_sandboxes_open(sif, task, caplog):
     caplog.set_level(logging.WARNING)
-    sandboxes = Apptainer(images=str(sif.parent), local="$NO_SUCH_DISK", shared_container=False)
+    sandboxes = Apart(images=str(sif.parent), local="$NO_SUCH_DISK")
     _local._warned.clear()
     for _ in range(2):
         with sandboxes.open(msgspec.structs.replace(task, image="small")) as sandbox:
@@ -179,7 +180,7 @@ def test_without_the_nodes_disk_it_is_told_once_and_sandboxes_open(sif, task, ca
 
 
 def test_a_thinned_image_starts_from_its_file_and_is_forgotten(sif, disk, task, caplog):
-    sandboxes = Apptainer(images=str(sif.parent), local=str(disk), shared_container=False)
+    sandboxes = Apart(images=str(sif.parent), local=str(disk))
     mine = msgspec.structs.replace(task, image="small")
     with local(disk).unpacked(sif) as tree:
         shutil.rmtree(tree / "usr")

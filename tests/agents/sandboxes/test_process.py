@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,8 +29,9 @@ def test_it_says_once_and_loudly_that_it_isolates_nothing(task, caplog):
     assert [r.message.partition(":")[0] for r in caplog.records] == ["unisolated"]
 
 
-def test_commands_programs_and_files(task, tmp_path: Path):
-    with Process(scratch=str(tmp_path)).open(task) as sandbox:
+def test_commands_programs_and_files(task, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with Process().open(task) as sandbox:
         assert sandbox.run("cat mod.py; echo err >&2; exit 3", 10).output == "x = 1\nerr\n"
         assert sandbox.run("exit 3", 10).exit_code == 3
         assert sandbox.run("kill -9 $$", 10).exit_code == 137
@@ -101,8 +103,9 @@ def test_a_reaper_that_its_command_has_stopped_is_killed(task):
         until(lambda: not Path(f"/proc/{result.output.strip()}").exists(), "the reaper's end")
 
 
-def test_a_command_is_started_again_when_the_interpreter_dies(task, tmp_path: Path):
-    with Process(scratch=str(tmp_path)).open(task) as sandbox, ThreadPoolExecutor() as pool:
+def test_a_command_is_started_again_when_the_interpreter_dies(task, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with Process().open(task) as sandbox, ThreadPoolExecutor() as pool:
         long = pool.submit(sandbox.run, "while [ ! -e done ]; do sleep 0.1; done", 600)
         until(lambda: _below(tmp_path), "a command whose reaper goes on")
         interpreter = _interpreter._interpreters[os.getpid()]._process
@@ -144,10 +147,10 @@ from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.base.records import Task, TestPlan
 plan = TestPlan(command="", fail_to_pass=[], timeout_s=60.0)
 task = Task(task_id="t", taskset="b", prompt="", image="", workdir="/w", files={{}}, tests=plan)
-with Process(scratch={str(tmp_path)!r}).open(task) as sandbox:
+with Process().open(task) as sandbox:
     sandbox.python("import os; {does}; os.fork(); print(1); import time; time.sleep(600)", 600)
 """
-    holder = subprocess.Popen([sys.executable, "-c", starts], cwd=ROOT, env=environment())
+    holder = subprocess.Popen([sys.executable, "-c", starts], cwd=ROOT, env=environment(TMPDIR=str(tmp_path)))
     until(lambda: _below(tmp_path) == 2, "two programs")
     holder.kill()
     holder.wait()

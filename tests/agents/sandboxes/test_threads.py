@@ -12,6 +12,7 @@ from hpc_swe.agents.sandboxes.apptainer import Apptainer
 from hpc_swe.agents.sandboxes.base import Sandboxes
 from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.base.records import Task
+from tests.kit.constants import varied
 
 PACKAGES = "/opt/packages"
 COUNT = f"""
@@ -30,7 +31,7 @@ def kind(request) -> str:
 
 def made(kind: str, threads: int, request: pytest.FixtureRequest) -> Sandboxes:
     if kind == "process":
-        return Process(threads=threads)
+        return varied(Process, threads=threads)()
     apptainer: Apptainer = request.getfixturevalue("apptainer")
     mount = f"{Path(numpy.__file__).parents[1]}:{PACKAGES}"
     return Apptainer(images=apptainer.images, limits=Limits(threads=threads), mounts=(mount,))

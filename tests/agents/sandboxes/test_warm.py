@@ -15,6 +15,7 @@ import pytest
 from hpc_swe.agents.sandboxes._session import end_namespace
 from hpc_swe.agents.sandboxes.apptainer import Apptainer
 from hpc_swe.base.errors import SandboxError
+from tests.kit.constants import varied
 
 pytestmark = pytest.mark.slow
 PATIENCE_S = 180.0
@@ -54,7 +55,7 @@ def containers(many: str) -> list[int]:
 
 
 def test_twelve_images_in_four_threads_all_answer_and_few_containers_idle(many, task):
-    sandboxes = Apptainer(images=many, warm_containers=2)
+    sandboxes = varied(Apptainer, warm_containers=2)(images=many)
     most = []
 
     def play(number: int) -> None:
@@ -75,7 +76,7 @@ def test_twelve_images_in_four_threads_all_answer_and_few_containers_idle(many, 
 
 
 def test_a_container_in_use_outlives_the_bound_and_is_shared(many, task):
-    sandboxes = Apptainer(images=many, warm_containers=0)
+    sandboxes = varied(Apptainer, warm_containers=0)(images=many)
     with ExitStack() as stack:
         first, sibling, *others = [
             stack.enter_context(sandboxes.open(msgspec.structs.replace(task, image=image(many, number))))
@@ -94,7 +95,7 @@ def test_an_image_that_starts_slowly_keeps_no_other_waiting(many, task, tmp_path
         f'exec {shutil.which("apptainer")} "$@"\n'
     )
     program.chmod(0o755)
-    sandboxes = Apptainer(images=many, executable=str(program))
+    sandboxes = varied(Apptainer, executable=str(program))(images=many)
     quick = msgspec.structs.replace(task, image=image(many, 0))
     ready = threading.Event()
 
@@ -134,7 +135,7 @@ def test_an_image_that_does_not_start_is_tried_again_and_keeps_nothing(many, tas
     program = tmp_path / "apptainer"
     program.write_text("#!/bin/sh\nexit 1\n")
     program.chmod(0o755)
-    sandboxes = Apptainer(images=many, executable=str(program))
+    sandboxes = varied(Apptainer, executable=str(program))(images=many)
     mine = msgspec.structs.replace(task, image=image(many, 0))
     with pytest.raises(SandboxError), sandboxes.open(mine):
         pass

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpc_swe.agents import pytest_command
-from hpc_swe.agents.sandboxes._tree import Tree
+from hpc_swe.agents.sandboxes._tree import READ_BYTES, Tree
 from hpc_swe.agents.sandboxes.base import CommandResult, Sandbox, SandboxWrapper, TreeEntry
 from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.agents.tools.base import SandboxBroken, ToolError, invoke, schema
@@ -483,7 +483,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tree(folder: Path) -> Iterator[Tree]:
-    opened = Tree(os.open(folder, os.O_RDONLY), most_bytes=1000)
+    opened = Tree(os.open(folder, os.O_RDONLY))
     yield opened
     opened.close()
 
@@ -531,8 +531,8 @@ def test_pipes_sockets_and_folders_are_no_files_and_never_block(tree: Tree, fold
 
 
 def test_what_is_too_large_or_too_much_is_not_given_out(tree: Tree, folder: Path):
-    (folder / "big").write_bytes(b"x" * 1001)
-    with pytest.raises(OSError, match="larger than 1000"):
+    (folder / "big").write_bytes(b"x" * (READ_BYTES + 1))
+    with pytest.raises(OSError, match=f"larger than {READ_BYTES}"):
         tree.read("big")
     deep = folder
     for _ in range(80):

@@ -166,7 +166,7 @@ def test_an_image_that_shows_the_solution_or_opens_no_sandbox_is_refused(layer, 
         ("python3", "dist-packages/calc/core.py: leave the instance"),
         ("python9", "does not open as a sandbox"),
     ):
-        source = Pulled(f"oci:{tmp_path}/made", Apptainer(python=python, start_timeout_s=180))
+        source = Pulled(f"oci:{tmp_path}/made", Apptainer(python=python))
         with shelf.locked(), pytest.raises(HpcSweError, match=complaint):
             shelf.build(source, Problem(toy, reference))
         assert {path.name for path in shelf.images.iterdir()} == {".builder"}

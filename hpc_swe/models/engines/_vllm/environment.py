@@ -10,7 +10,7 @@ BACKEND = "hpc_swe_folder"
 NOT_INHERITED = ("VLLM_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
-def environment(token: str, *, on_cpu: bool, threads: int) -> dict[str, str]:
+def environment(token: str, *, on_cpu: bool) -> dict[str, str]:
     """Return this process's variables and those that vLLM needs.
 
     Inherited settings of vLLM are left out: VLLM_CPU_KVCACHE_SPACE, for one, overrides kv_cache_bytes. So is
@@ -29,7 +29,7 @@ def environment(token: str, *, on_cpu: bool, threads: int) -> dict[str, str]:
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",  # an agent's tools take longer than the default of 5 s
     }
     of_cpu = {
-        "OMP_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise two engines of a node share core 0
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a CPU then allows one process for core and worker
         "TORCHDYNAMO_DISABLE": "1",  # otherwise it compiles at the first request; without g++ it ends
