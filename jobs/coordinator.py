@@ -38,7 +38,7 @@ def mode(run: RunDir, config: RunConfig, curves: Log) -> Mode:
             config.sft.validate_every,
             minibatches,
         )
-        if config.sft.source == "trajectories":
+        if config.sft.trajectories:
             return _trained(run, config, schedule, curves)
         fates = Counter[str]()
         return sft.WarmStart(run, demonstrations.samples(config, fates), schedule, curves, fates=fates)
@@ -107,7 +107,7 @@ def work(run: RunDir, config: RunConfig) -> None:
         limits, beat_s = _limits(run, config), config.lease.beat_s
         roles = tuple(desired)
         supervision = Supervision(lease, run, config.supervision, limits, roles, config.steps, beat_s)
-        Coordinator(run, maintenance, make, config.coordinator, desired, supervision).work()
+        Coordinator(run, maintenance, make, config.poll_s, desired, supervision).work()
 
 
 def _limits(run: RunDir, config: RunConfig) -> dict[Role, float]:

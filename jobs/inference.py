@@ -23,6 +23,8 @@ def work(run: RunDir, config: RunConfig) -> None:
             lease=lease,
             engine=config.engine,
             config=config.inference,
+            max_restarts=config.max_restarts,
+            poll_s=config.poll_s,
             leases=config.lease,
             model=Path(config.model),
             host=own_address(),

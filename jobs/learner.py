@@ -56,7 +56,7 @@ def work(run: RunDir, config: RunConfig) -> None:
             probe_ids(Path(config.model), learner.vocabulary),
             config.stop if config.mode == "grpo" else StopConfig(),
         )
-        source = BatchSource(run, config.batch_wait_s, table.poll_s, interrupted.is_set)
+        source = BatchSource(run, config.batch_wait_s, config.poll_s, interrupted.is_set)
         try:
             learn(run, learner, objective, plan, source, on_step)
         except HpcSweError:

@@ -25,7 +25,7 @@ def work(run: RunDir, config: RunConfig) -> None:
     config.sandbox.check()
     resources = _resources(run, config, WatchedSandboxes(config.sandbox))
     with entry.lease(run, config, "reward") as lease:
-        worker(run, lease, resources).work()
+        worker(run, lease, resources, config.poll_s).work()
 
 
 def work_alone(run: RunDir, config: RunConfig) -> None:
@@ -60,7 +60,7 @@ def graded(run: RunDir) -> dict[str, Task]:
 def references(run: RunDir, config: RunConfig) -> dict[str, str]:
     """Read the reference patches by task id; log a warning when they are expected but missing."""
     found = tasks.read_hidden(run.references)
-    if not run.references.exists() and config.reward.sentinel_every:
+    if not run.references.exists():
         log.warning("%s is missing: no self-check of this worker grades a reference", run.references)
     return found
 

@@ -18,7 +18,7 @@ def work(run: RunDir, config: RunConfig) -> None:
     """Make episodes until the run has finished or is ordered to end."""
     config.sandbox.check()
     table = config.rollout
-    endpoints = Endpoints(run, config.groups.max_staleness, min(1.0, 2 * table.poll_s))
+    endpoints = Endpoints(run, config.groups.max_staleness, min(1.0, 2 * config.poll_s))
     sampler = Sampler(config.engine, endpoints, run.token.read_text(encoding="ascii"), ENGINE_WAIT_S)
     sandboxes = WatchedSandboxes(config.sandbox)
     resources = RolloutResources(
@@ -31,7 +31,7 @@ def work(run: RunDir, config: RunConfig) -> None:
         config=table,
     )
     with entry.lease(run, config, "rollout") as lease:
-        worker(run, lease, resources).work()
+        worker(run, lease, resources, config.poll_s).work()
 
 
 if __name__ == "__main__":

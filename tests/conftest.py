@@ -39,7 +39,7 @@ SMALL = [
     "rollout.slots=8",
     "lease.beat_s=0.5",
     "lease.ttl_s=8.0",
-    "coordinator.poll_s=0.2",
+    "poll_s=0.2",
 ]
 
 

@@ -44,7 +44,6 @@ METRICS = {
     "taskset/solve/*": "share of the finished episodes of one part of a mixture that were resolved",
     "taskset/signal/*": "share of the finished groups of one part whose advantages are not all 0",
     "curriculum/passed_over": "visits at which a settled task was passed over since the last batch",
-    "curriculum/weight": "mean factor of the advantages of the trained groups, see curriculum.reweight",
     "curriculum/settled": "share of the tasks with a group so far that all or no episodes resolve",
     "staleness/mean": "batch step minus version step, mean over sampled tokens",
     "staleness/max": "batch step minus version step, largest over sampled tokens",
@@ -147,7 +146,7 @@ LAYOUT = {
         "groups of each part": ["taskset/groups/.*"],
         "groups with signal of each part": ["taskset/signal/.*"],
         "settled tasks": ["curriculum/settled"],
-        "passed over, and the factor of advantages": ["curriculum/passed_over", "curriculum/weight"],
+        "passed over": ["curriculum/passed_over"],
     },
     "Can it be trusted?": {
         "infrastructure failures": ["episodes/infra_rate", "grader/self_check_errors", "outcome/cheated"],

@@ -31,17 +31,16 @@ FAMILIES: dict[Any, str] = {
 }
 """Type of a key of a run -> the family of plugins, in whose package the type is defined."""
 MAY_CHANGE = (
-    *("steps", "counts", "by_hand", "max_restarts", "executor", "inference", "reward", "coordinator"),
+    *("steps", "counts", "by_hand", "max_restarts", "poll_s", "executor", "inference", "reward"),
     *("lease", "supervision", "retention", "stop", "batches.microbatch_tokens"),
-    *("eval.every", "eval.patience", "eval.select"),
+    *("eval.every", "eval.patience"),
     *("policy.recompute", "policy.logprob_chunk", "policy.delta_base", "policy.offload_optimizer"),
     *("policy.tensor_parallel", "policy.pipeline_parallel", "policy.context_parallel"),
     *("policy.expert_parallel", "policy.sequence_parallel"),
     *("sft.validate_every",),
-    *("learner.checkpoint_every", "learner.checkpoint_s", "learner.snapshot_every", "learner.max_skipped"),
-    "learner.poll_s",
-    *("rollout.slots", "rollout.poll_s", "rollout.episode_timeout_s"),
-    *("engine.extra", "engine.environ", "engine.program", "engine.threads", "engine.enforce_eager"),
+    *("learner.checkpoint_every", "learner.checkpoint_s", "learner.snapshot_every"),
+    *("rollout.slots", "rollout.episode_timeout_s"),
+    *("engine.extra", "engine.environ", "engine.program", "engine.enforce_eager"),
     *("engine.max_num_seqs", "engine.kv_cache_bytes", "engine.gpu_memory_share", "engine.update_timeout_s"),
 )
 """Keys and tables that may change in an existing run, for the jobs that start afterwards: they say how it is

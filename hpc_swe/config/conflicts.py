@@ -127,7 +127,7 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
         )
     if is_grpo and chains[0] == "template" and chains[1] != "all":
         yield 'rollout.history = "template" makes each turn its own chain; set batches.train_chains = "all"'
-    if (config.mode, config.sft.source, config.rollout.history) == ("sft", "trajectories", "template"):
+    if config.mode == "sft" and config.sft.trajectories and config.rollout.history == "template":
         yield 'rollout.history = "template": trajectories are trained as episodes with history = "keep" are'
     if is_grpo and groups.group_size < 2:
         yield "groups.group_size = 1 has no baseline; set it to 2 or more"
@@ -180,8 +180,6 @@ def _misplaced_bounds(config: RunConfig) -> Iterator[str]:
             f"shaping.overlong_to = {shaping.overlong_to} must exceed shaping.overlong_from = "
             f"{shaping.overlong_from}"
         )
-    if evals.select and evals.select not in evals.decodings:
-        yield f"eval.select = {evals.select!r} is no decoding; known: {', '.join(evals.decodings)}"
     if config.mode == "grpo" and evals.patience > 0 and not evals.every:
         yield f"eval.patience = {evals.patience} needs evaluations; set eval.every"
 

@@ -5,7 +5,7 @@
 
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 from msgspec import Meta
 
@@ -23,6 +23,10 @@ from hpc_swe.tasks.sets.base import Taskset
 Positive = Annotated[int, Meta(gt=0)]
 Natural = Annotated[int, Meta(ge=0)]
 Duration = Annotated[float, Meta(gt=0)]
+# Longest wait of a coordinator without progress, beyond the limit after which supervision restarts a part;
+# time in which a role that is awaited has no process does not count.
+WAIT_S = 3600.0
+STATUS_LOOKS = 5  # looks of a coordinator from one report to the next
 SPARE_S = 3600.0  # how much longer a learner waits for a batch than the coordinator may wait for others
 
 
@@ -73,8 +77,8 @@ class GroupsConfig(Record, frozen=True, kw_only=True):
     straggler_s: Duration = 14400.0
     """When each unfinished member of a group has been worked on for longer than this, not counting time
     without an engine, the group trains with its finished members if it has two, and is dropped otherwise."""
-    max_attempts: Positive = 3
-    """Infrastructure failures of one episode before its member is closed without reward."""
+    # Infrastructure failures of one episode before its member is closed without reward.
+    max_attempts: ClassVar[int] = 3
     resample: bool = True
     """Replace groups without signal by others; false trains them on their penalties alone."""
 
@@ -83,13 +87,11 @@ class CurriculumConfig(Record, frozen=True, kw_only=True):
     """Tasks that all or no episodes resolve are sampled less often by these rules."""
 
     rest: Natural = 0
-    """After each group of a settled task, the task is passed over so many times; 0 treats all tasks alike."""
-    settled_after: Positive = 2
-    """A task is settled when each of its last so many groups was resolved by all its episodes, or by none;
-    groups of which a single episode came back do not count."""
-    reweight: bool = False
-    """Multiply the advantages of a group by 1 plus the visits at which its task was passed over before, so
-    that tasks weigh as if all were visited alike; false trains settled tasks less."""
+    """After each group of a settled task, one whose last two groups were each resolved by all episodes or by
+    none, the task is passed over so many times; 0 treats all tasks alike."""
+    # A task is settled when each of its last so many groups was resolved by all its episodes, or by none;
+    # groups of which a single episode came back do not count.
+    settled_after: ClassVar[int] = 2
 
 
 class BatchesConfig(Record, frozen=True, kw_only=True):
@@ -130,30 +132,13 @@ class StopConfig(Record, frozen=True, kw_only=True):
 class RetentionConfig(Record, frozen=True, kw_only=True):
     """The coordinator deletes old files by these rules."""
 
-    keep_last: Annotated[int, Meta(ge=2)] = 3
-    """Newest versions of the weights to keep."""
     keep_every: Natural = 0
     """Also keep versions and checkpoints at multiples of this many steps; 0 keeps none."""
     keep_best: bool = True
     """Also keep the version, and the checkpoint if there is one, of the step with the best evaluation."""
-    free_space_floor_gb: Annotated[float, Meta(ge=0)] = 0.2
-    """With less free space than this, no new episodes are dispatched, and `status` says so."""
-
-
-class CoordinatorConfig(Record, frozen=True, kw_only=True):
-    """The coordinator's loop is timed by these settings."""
-
-    poll_s: Annotated[float, Meta(gt=0, le=60)] = 1.0
-    """Seconds between two iterations; every fifth reports for `status`. A learner takes a coordinator that is
-    silent for ten minutes for absent."""
-    wait_s: Duration = 3600.0
-    """Maximum wait without progress, beyond the limit after which supervision restarts a part, before the
-    coordinator fails with a message. Time in which a role that is awaited has no process does not count."""
-
-    @property
-    def status_s(self) -> float:
-        """Return the seconds between two reports for `status`."""
-        return 5 * self.poll_s
+    keep_last: ClassVar[int] = 3  # newest versions of the weights
+    # With less free space than this, no new episodes are dispatched, and `status` says so.
+    free_space_floor_gb: ClassVar[float] = 0.2
 
 
 class RolloutConfig(Record, frozen=True, kw_only=True):
@@ -161,15 +146,12 @@ class RolloutConfig(Record, frozen=True, kw_only=True):
 
     slots: Positive = 8
     """Episodes that one worker runs at once."""
-    poll_s: Duration = 0.5
-    """Seconds between two checks for requests. Engines are looked up half as often, at least each second."""
     episode_timeout_s: Duration = 3600.0
     """Maximum wall clock of one episode, not counting waits for an engine; exceeding it is an infrastructure
     failure."""
     context: Positive = 4096
     """Maximum tokens of prompt and completion together."""
-    min_tokens: Positive = 16
-    """The episode ends as ``context`` when fewer tokens than this are left."""
+    min_tokens: ClassVar[int] = 16  # with fewer tokens left the episode ends as ``context``
     tool_parser: Literal["hermes", "qwen3_coder"] = "hermes"
     """The format in which the model writes tool calls."""
     template_arguments: dict[str, bool] = {}
@@ -183,10 +165,7 @@ class RewardConfig(Record, frozen=True, kw_only=True):
 
     slots: Positive = 2
     """Episodes that one worker grades at once."""
-    poll_s: Duration = 0.5
-    """Seconds between two checks for episodes."""
-    sentinel_every: Natural = 100
-    """Gradings between two checks of the grader, by the reference patch or an empty one; 0 is never."""
+    self_check_every: ClassVar[int] = 100  # gradings between two checks of the grader itself
 
 
 class InferenceConfig(Record, frozen=True, kw_only=True):
@@ -199,10 +178,6 @@ class InferenceConfig(Record, frozen=True, kw_only=True):
     """Maximum wait until an engine is healthy, after its start and after its connection was lost."""
     hang_s: Duration = 60.0
     """An engine without a sign of life for this long is killed and restarted."""
-    max_restarts: Natural = 5
-    """How often a supervisor restarts its engine."""
-    poll_s: Duration = 0.5
-    """Seconds between two checks for new weights."""
 
 
 class LearnerConfig(Record, frozen=True, kw_only=True):
@@ -221,11 +196,8 @@ class LearnerConfig(Record, frozen=True, kw_only=True):
     checkpoint_s: Annotated[float, Meta(ge=0)] = 60.0
     """Save a checkpoint, too, after a step at which a kill would cost so many seconds of work, waits for
     batches not counted, and fifty times as many as the last checkpoint took; 0 is never."""
-    max_skipped: Natural = 3
-    """Batches in a row that are skipped, and kept in skipped/, because a gradient was not finite; one more is
-    an error."""
-    poll_s: Duration = 0.2
-    """Seconds between two checks for the next batch."""
+    # Batches in a row that are skipped because a gradient was not finite; one more is an error.
+    max_skipped: ClassVar[int] = 3
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
 
@@ -240,9 +212,8 @@ class EvalConfig(Record, frozen=True, kw_only=True):
     tasks: Natural = 0
     """Number of held-out tasks; 0 is all."""
     decodings: dict[str, Sampling] = {}
-    """Label -> sampling settings, for example greedy = {temperature = 0}."""
-    select: str = ""
-    """Label of the decoding whose solve rate says which weights are best; empty is the first one."""
+    """Label -> sampling settings, for example greedy = {temperature = 0}. The solve rate of the first one
+    says which weights are best."""
     patience: Natural = 0
     """Training ends after so many evaluations in a row without a better one; 0 never ends it early."""
 
@@ -250,12 +221,11 @@ class EvalConfig(Record, frozen=True, kw_only=True):
 class SftConfig(Record, frozen=True, kw_only=True):
     """A run of mode sft takes its samples from this source."""
 
-    source: Literal["demonstrations", "trajectories"] = "demonstrations"
-    """The taskset's demonstrations, or files of conversations; `hpc_swe.export_episodes` makes such files."""
     samples_per_step: Positive = 32
     """Samples per step."""
     trajectories: list[str] = []
-    """Parquet or JSONL files of conversations in chat form, when the source is trajectories."""
+    """Parquet or JSONL files of conversations in chat form, as `hpc_swe.export_episodes` makes them; without
+    any the taskset's demonstrations are trained."""
     epochs: Natural = 0
     """Passes over the trajectories, from which the start computes `steps`; with 0 the key `steps` counts."""
     shown: Literal["row", "agent"] = "row"
@@ -263,8 +233,6 @@ class SftConfig(Record, frozen=True, kw_only=True):
     agent shows to the policy in its episodes."""
     thoughts: Literal["keep", "drop"] = "keep"
     """keep: answers are trained with their thoughts, which stay in later prompts, as in episodes."""
-    too_long: Literal["cut", "drop"] = "cut"
-    """A conversation over `rollout.context` tokens is cut after its last turn that fits, or left out."""
     bad_rows: Literal["refuse", "drop"] = "refuse"
     """refuse: one row that cannot be used stops the start. drop: such rows are left out and counted."""
     validation: list[str] = []
@@ -276,11 +244,9 @@ class SftConfig(Record, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Refuse keys that contradict each other."""
-        is_of_files, holds_out = self.source == "trajectories", bool(self.validation or self.validation_share)
-        if is_of_files and not self.trajectories:
-            raise ValueError("trajectories is empty; name parquet or JSONL files")
-        if not is_of_files and (self.trajectories or self.epochs or holds_out or self.validate_every):
-            raise ValueError('trajectories, epochs and validation need source = "trajectories"')
+        holds_out = bool(self.validation or self.validation_share)
+        if not self.trajectories and (self.epochs or holds_out or self.validate_every):
+            raise ValueError("epochs and validation need trajectories; name parquet or JSONL files")
         if holds_out != bool(self.validate_every):
             raise ValueError("set validate_every and validation (or validation_share), or none of them")
         if self.validation and self.validation_share:
@@ -343,7 +309,10 @@ class RunConfig(Record, frozen=True, kw_only=True):
     hybrid: bool = False
     """With mode grpo, engines run in the learner's job, on one node, and use its GPUs in turns with it."""
     max_restarts: Natural = 5
-    """How often a job restarts its process."""
+    """How often a job restarts its process, and the job of an engine the engine."""
+    poll_s: Annotated[float, Meta(gt=0, le=60)] = 0.5
+    """Seconds between two looks of a process for messages, batches or weights that are new; every fifth look
+    of the coordinator reports for `status`."""
     tasks: TasksConfig = TasksConfig()
     taskset: Taskset
     sandbox: Sandboxes
@@ -360,7 +329,6 @@ class RunConfig(Record, frozen=True, kw_only=True):
     batches: BatchesConfig = BatchesConfig()
     stop: StopConfig = StopConfig()
     retention: RetentionConfig = RetentionConfig()
-    coordinator: CoordinatorConfig = CoordinatorConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     inference: InferenceConfig = InferenceConfig()
@@ -369,6 +337,11 @@ class RunConfig(Record, frozen=True, kw_only=True):
     sft: SftConfig = SftConfig()
     lease: LeaseConfig = LeaseConfig()
     supervision: SupervisionConfig = SupervisionConfig()
+
+    @property
+    def status_s(self) -> float:
+        """Return the seconds between two reports for `status`."""
+        return STATUS_LOOKS * self.poll_s
 
     @property
     def stuck_limits(self) -> dict[Role, float]:
@@ -382,7 +355,7 @@ class RunConfig(Record, frozen=True, kw_only=True):
     @property
     def batch_wait_s(self) -> float:
         """Return the seconds that a learner waits for a batch: longer than the coordinator awaits others."""
-        return max(self.stuck_limits.values()) + self.coordinator.wait_s + SPARE_S
+        return max(self.stuck_limits.values()) + WAIT_S + SPARE_S
 
     @property
     def kept(self) -> list[Kept]:

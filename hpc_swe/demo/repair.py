@@ -218,7 +218,7 @@ class Repair:
         words = [f"seed={self.seed}", f"taskset.train={_text(rows)}"]
         if kind == "rejection":
             answers = _text(self.root / "rewarded.parquet")
-            source = ["mode=sft", 'sft.source="trajectories"', f"sft.trajectories=[{answers}]"]
+            source = ["mode=sft", f"sft.trajectories=[{answers}]"]
             return self.config(*words, *source, files=["sft"])
         config = self.config(*words, *([f"steps={self.steps}"] if self.steps else []))
         if kind == "grpo":

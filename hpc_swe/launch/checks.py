@@ -94,7 +94,7 @@ def _model(plan: RunPlan) -> Iterator[str]:
         yield from _weights("reference", Path(config.reference))
     if "rollout" in plan.jobs:
         yield from _complaints(lambda: token_builder(config))
-    elif (config.mode, config.sft.source) == ("sft", "demonstrations"):
+    elif config.mode == "sft" and not config.sft.trajectories:
         yield from _complaints(lambda: demonstrations.check(config))
 
 

@@ -22,12 +22,12 @@ def samples(config: RunConfig, fates: Counter[str]) -> Iterator[Sample | None]:
     preface, conversations = config.agent.preface, config.taskset.demonstrations(config.seed)
     if conversations is None:
         raise ConfigError(
-            f"[taskset] {type(config.taskset).__name__} shows no demonstrations; set sft.source"
+            f"[taskset] {type(config.taskset).__name__} shows no demonstrations; set sft.trajectories"
         )
     if preface is None:
         raise ConfigError(
             f"[agent] {type(config.agent).__name__} does not say what its policy is shown; warm-start with "
-            'sft.source = "trajectories"'
+            "files of sft.trajectories"
         )
     encode = partial(token_builder(config).demonstration, tools=preface.tools)
     shown = sft.with_system_prompt(conversations, preface)

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 def is_source(config: RunConfig) -> bool:
     """Return whether a run trains on files of trajectories."""
-    return config.mode == "sft" and config.sft.source == "trajectories"
+    return config.mode == "sft" and bool(config.sft.trajectories)
 
 
 def take(config: RunConfig) -> list[Trajectory]:
@@ -131,7 +131,7 @@ class _Encoder:
         ids, mask = self._recorded(row) if row.recorded else self._rendered(row)
         marks = np.asarray(mask, dtype=np.uint8)
         limit = self._config.rollout.context
-        end = len(marks) if self._config.sft.too_long == "drop" else fitting_length(marks, limit)
+        end = fitting_length(marks, limit)
         kept = Trajectory(name=row.place, task_id=row.task_id)
         if not 0 < end <= limit:
             return replace(

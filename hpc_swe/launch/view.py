@@ -91,7 +91,7 @@ class RunReader:
 
     def look_twice(self) -> RunView:
         """Return the present state; if a report seems old, wait for the next one, since clocks may differ."""
-        view, until = self.look(), self._clock() + 2 * self._config.coordinator.status_s
+        view, until = self.look(), self._clock() + 2 * self._config.status_s
         jobs, unknown = [job.role for job in view.queue.jobs if job.state == "running"], view.queue.silence
         may_live = not view.orders and (unknown or "coordinator" in jobs)
         while may_live and view.silent_s > ASK_S and self._clock() < until:

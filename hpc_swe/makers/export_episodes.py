@@ -1,6 +1,6 @@
 """Write rewarded episodes as rows to train on: python -m hpc_swe.export_episodes RUN... --out FILE.
 
-This is the first half of rejection sampling; a run with `sft.source = "trajectories"` is the other half. Each
+This is the first half of rejection sampling; a run with `sft.trajectories` is the other half. Each
 row is a conversation in chat form with the token ids that the policy sampled. They are trained as they are;
 no text is tokenized again.
 """

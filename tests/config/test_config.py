@@ -12,6 +12,7 @@ from hpc_swe.base.errors import ConfigError
 from hpc_swe.config import config as configuration
 from hpc_swe.config import conflicts
 from hpc_swe.config.removed import REMOVED
+from hpc_swe.config.settings import WAIT_S
 
 GOOD = """
 model = "m"
@@ -41,7 +42,7 @@ class OwnAgent(ToolAgent, frozen=True, kw_only=True):
 
 
 OPERATE = [
-    "retention.keep_last=5",
+    "retention.keep_every=5",
     "learner.checkpoint_every=7",
     "lease.beat_s=1",
     "max_restarts=1",
@@ -146,7 +147,7 @@ def test_a_start_warns_of_what_old_samples_seldom_stand(read, overrides, doubt):
 
 def test_each_fault_is_a_line_that_names_the_file_which_says_it(tmp_path, read):
     base, more = tmp_path / "base.toml", tmp_path / "more.toml"
-    base.write_text(GOOD.replace("group_size = 4", "grop_size = 4\nmax_attempts = 0"))
+    base.write_text(GOOD.replace("group_size = 4", "grop_size = 4\nmax_staleness = -1"))
     more.write_text('stepz = 1\n[rollout]\nslots = "many"\n[policy]\ntype = "megatrn"\n')
     with pytest.raises(ConfigError) as raised:
         configuration.read(base, more, overrides=["engine.max_model_ln=3"])
@@ -155,7 +156,7 @@ def test_each_fault_is_a_line_that_names_the_file_which_says_it(tmp_path, read):
     assert sources == [str(base)] * 2 + [str(more)] * 3 + ["override engine.max_model_ln=3"]
     for word in ("unknown key stepz", "did you mean 'max_model_len'", "[policy] has no type 'megatrn'"):
         assert sum(word in line for line in lines) == 1
-    assert any("groups.max_attempts: Expected `int` >= 1" in line for line in lines)
+    assert any("groups.max_staleness: Expected `int` >= 0" in line for line in lines)
     assert any("rollout.slots: Expected `int`, got `str`" in line for line in lines)
 
 
@@ -194,7 +195,7 @@ def test_a_file_that_is_missing_in_the_working_folder_is_said_to_be(tmp_path, mo
 def test_later_files_win_tables_merge_and_another_plugin_type_is_fresh(tmp_path, read):
     base, more = tmp_path / "base.toml", tmp_path / "more.toml"
     base.write_text(GOOD + "scale = 1\n".replace("scale = 1\n", "") + "[rollout]\nslots = 3\n")
-    more.write_text('[rollout]\ncontext = 64\nmin_tokens = 8\n[advantage]\ntype = "rloo"\n')
+    more.write_text('[rollout]\ncontext = 64\n[advantage]\ntype = "rloo"\n')
     run = configuration.read(base, more, overrides=["advantage.type='rloo'"])
     assert (run.rollout.slots, run.rollout.context) == (3, 64)
     assert type(run.advantage).__name__ == "Rloo"
@@ -248,7 +249,7 @@ def test_a_decay_without_a_length_of_its_own_ends_with_the_run(read):
         ([], 7200 + 3600),
         (["rollout.episode_timeout_s=5400.0"], 10800 + 3600),
         (["rollout.episode_timeout_s=5400.0", "supervision.stuck_s=0"], 3600),
-        (["supervision.stuck_s=9000", "coordinator.wait_s=60"], 9060),
+        (["supervision.stuck_s=9000"], 9000 + WAIT_S),
         (["rollout.episode_timeout_s=5400.0", 'mode="sft"', 'learner.loss.objective="sft"'], 7200 + 3600),
     ],
 )

@@ -23,10 +23,9 @@ def test_every_key_says_what_it_means():
 
 
 def test_keys_are_listed_by_prefix_with_type_default_and_meaning():
-    done = listed("groups.max_a")
+    done = listed("groups.groups")
     assert done.stdout == (
-        "groups.max_attempts: int > 0, default 3\n"
-        "    Infrastructure failures of one episode before its member is closed without reward.\n"
+        "groups.groups_per_step: int > 0, default 8\n    Groups with signal in one training batch.\n"
     )
 
 

@@ -42,6 +42,7 @@ from hpc_swe.roles.coordinator.dispatch import RequestPlan
 from hpc_swe.roles.coordinator.evaluation import Evaluator
 from hpc_swe.roles.coordinator.maintenance import Maintenance
 from hpc_swe.roles.coordinator.training import Training
+from tests.kit.constants import varied
 
 STEPS = 3
 NEVER_OLD = 99
@@ -49,6 +50,7 @@ NEVER_OLD = 99
 CALL = ToolCall(name="view", arguments='{"path": "m.py"}')
 TASKS = ("ant", "bee", "cat", "dog")
 ALIKE = CurriculumConfig()
+KEPT = varied(RetentionConfig, keep_last=2, free_space_floor_gb=0)()
 LIMITS = GroupsConfig(group_size=2, groups_per_step=2, max_staleness=1, straggler_s=100.0)
 HELD_OUT = EvalConfig(samples=2, decodings={"plain": Sampling(), "greedy": Sampling(temperature=0.0)})
 
@@ -71,7 +73,7 @@ def rundir(root) -> RunDir:
 
 def make_maintenance(run, clock=None, beat_s=1.0, ttl_s=3.0, max_losses=2, retention=None) -> Maintenance:
     lease = LeaseConfig(beat_s=beat_s, ttl_s=ttl_s)
-    kept = retention or RetentionConfig(free_space_floor_gb=0)
+    kept = retention or KEPT
     return Maintenance(run, kept, lease, max_losses, clock or Clock())
 
 

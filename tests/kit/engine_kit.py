@@ -217,7 +217,14 @@ def make_run(root: Path) -> RunDir:
 
 
 def supervise(
-    run: RunDir, engine: Plugin, model: Path, *, scratch: str = "/tmp", turns: str = "", **inference: object
+    run: RunDir,
+    engine: Plugin,
+    model: Path,
+    *,
+    scratch: str = "/tmp",
+    turns: str = "",
+    max_restarts: int = 3,
+    **inference: object,
 ) -> "subprocess.Popen[str]":
     """One that takes turns with a learner when `turns` names their folder."""
     settings = {
@@ -225,7 +232,8 @@ def supervise(
         "engine": dump(engine),
         "model": str(model),
         "turns": turns,
-        "inference": {"max_restarts": 3, "poll_s": 0.1, "start_timeout_s": 300.0} | inference,
+        "max_restarts": max_restarts,
+        "inference": {"start_timeout_s": 300.0} | inference,
     }
     return subprocess.Popen(
         [sys.executable, "-m", "tests.kit.supervise", json.dumps(settings)],

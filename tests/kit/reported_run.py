@@ -139,15 +139,14 @@ class RunMaker:
     def step(
         self, step: int, groups: int = 2, words: Words | None = None, turns: int = 3
     ) -> list[ScoredEpisode]:
-        """Archive a step's episodes; the last group has no signal, the first of step 1 has the factor 3."""
+        """Archive a step's episodes; the last group has no signal."""
         first = step * groups
         found = [
             self.episode(group, index, float(index == 1 and group < first + groups - 1), words, step, turns)
             for group in range(first, first + groups)
             for index in range(GROUP)
         ]
-        factors = {first: 3.0} if step == 1 else None
-        archive.write(self.run.archive(step), found, range(first, first + groups - 1), factors)
+        archive.write(self.run.archive(step), found, range(first, first + groups - 1))
         return found
 
     def evaluation(self, label: str, tasks: int = 3, words: Words | None = None) -> None:

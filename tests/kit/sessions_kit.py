@@ -146,13 +146,13 @@ OVERLAY = """
 model = "{model}"
 steps = 1
 max_restarts = 0
+poll_s = 0.2
 counts = {{ inference = 1, rollout = 1, reward = 1 }}
 tasks = {{ train = 1, eval = 0 }}
 executor = {{ type = "local" }}
 lease = {{ beat_s = 0.5, ttl_s = 20.0 }}
-coordinator = {{ poll_s = 0.2 }}
 eval = {{ every = 0 }}
-groups = {{ group_size = 2, groups_per_step = 1, max_attempts = 1 }}
+groups = {{ group_size = 2, groups_per_step = 1 }}
 batches = {{ microbatch_tokens = {context} }}
 rollout = {{ slots = 1, context = {context}, tool_parser = "hermes" }}
 reward = {{ slots = 1 }}

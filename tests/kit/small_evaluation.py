@@ -64,7 +64,7 @@ class Small:
             "reward.slots=2",
             "eval.samples=2",
             "eval.decodings.greedy={temperature=0.0, max_tokens=300}",
-            "coordinator.poll_s=0.2",
+            "poll_s=0.2",
             "lease={beat_s=0.5, ttl_s=20.0}",
         ]
 

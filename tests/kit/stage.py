@@ -104,7 +104,7 @@ class Rig:
         }
 
     def worker(self, lease: Lease, hung_s: float = 60.0) -> Worker[RolloutRequest, Episode]:
-        return worker(self.run, lease, self.means, hung_s)
+        return worker(self.run, lease, self.means, 0.1, hung_s)
 
     def lease(self) -> Lease:
         return Lease(self.run, "rollout", "test", 0.2)
@@ -166,6 +166,6 @@ def rig(
         agent=agent or ToolAgent(),
         builder=builder,
         sampler=Sampler(engine, Endpoints(run, 0), "secret", wait_s),
-        config=RolloutConfig(slots=4, poll_s=0.1, **config),
+        config=RolloutConfig(slots=4, **config),
     )
     return Rig(run, engine, means)

@@ -26,6 +26,8 @@ try:
             lease=lease,
             engine=loader.load("engines", settings["engine"]),
             config=msgspec.convert(settings["inference"], InferenceConfig),
+            max_restarts=settings["max_restarts"],
+            poll_s=0.1,
             leases=leases,
             model=Path(settings["model"]),
             host="127.0.0.1",

@@ -357,9 +357,9 @@ def test_checkpoint_and_weights_on_disk_are_as_large_as_counted(
     (tmp_path / "save.py").write_text(SAVE)
     launcher.launch(1, tmp_path / "save.py", str(tmp_path), dtype, str(int(distributed)))
     words = [f"policy.dtype={dtype}", f"policy.distributed_optimizer={str(distributed).lower()}"]
-    words += ["policy.tensor_parallel=1", "retention.keep_last=2", "eval.every=0"]
+    words += ["policy.tensor_parallel=1", "eval.every=0"]
     config = read(*words, f"model={tmp_path / 'built'}")
-    for name, versions in (("weights", 3), ("checkpoints", 3)):
+    for name, versions in (("weights", 4), ("checkpoints", 3)):
         folder = tmp_path / name
         found = sum(path.stat().st_size for path in folder.iterdir())
         part = parts(config)[f"{name}/"]

@@ -121,15 +121,15 @@ def test_a_run_keeps_the_keys_that_its_own_code_reads_until_it_is_upgraded(tmp_p
     run = RunDir(tmp_path / "run")
     control.start(run, read())
     tree = json.loads(run.config.read_bytes())
-    del tree["learner"]["max_skipped"], tree["executor"]["environ"]  # as a release without them wrote it
+    del tree["learner"]["checkpoint_s"], tree["executor"]["environ"]  # as a release without them wrote it
     run.config.write_text(json.dumps(tree))
     control.start(run, read("steps=99", "executor.pause_s=0.1"))
     tree["steps"], tree["executor"]["pause_s"] = 99, 0.1
     assert json.loads(run.config.read_bytes()) == tree
-    with pytest.raises(ConfigError, match="learner.max_skipped is a key that the run's own code .*--upgrade"):
-        control.start(run, read("learner.max_skipped=7"))
-    control.start(run, read("learner.max_skipped=7"), upgrade=True)
-    assert json.loads(run.config.read_bytes())["learner"]["max_skipped"] == 7
+    with pytest.raises(ConfigError, match="learner.checkpoint_s is a key that the run's .*--upgrade"):
+        control.start(run, read("learner.checkpoint_s=7"))
+    control.start(run, read("learner.checkpoint_s=7"), upgrade=True)
+    assert json.loads(run.config.read_bytes())["learner"]["checkpoint_s"] == 7
 
 
 def test_more_steps_than_a_decay_has_are_refused_with_the_reason(tmp_path, read):
@@ -143,8 +143,8 @@ def test_a_run_goes_on_with_a_model_that_was_moved_but_not_with_another(tmp_path
     run = RunDir(tmp_path / "run")
     control.start(run, read())
     moved = model.rename(tmp_path / "moved")
-    control.start(run, read(f"model={moved}", "retention.keep_last=9"))
-    assert (existing.load(run).model, existing.load(run).retention.keep_last) == (str(moved), 9)
+    control.start(run, read(f"model={moved}", "retention.keep_every=9"))
+    assert (existing.load(run).model, existing.load(run).retention.keep_every) == (str(moved), 9)
     (moved / "config.json").write_text("{ }")
     (tmp_path / "link").symlink_to(moved)
     control.start(run, read(f"model={tmp_path / 'link'}"))  # the same folder is not read again

@@ -626,7 +626,7 @@ def test_a_dry_run_in_the_folder_of_a_run_refuses_what_a_start_refuses(tmp_path,
     assert (plan.returncode, real.returncode) == (2, 2)
     assert "seed: 0 -> 7" in refused[0]
     assert refused[0] == refused[1]
-    assert command("hpc_swe.launch", "start", *words, "coordinator.poll_s=3", "--dry-run").returncode == 0
+    assert command("hpc_swe.launch", "start", *words, "poll_s=3", "--dry-run").returncode == 0
     assert listing(tmp_path / "run") == before
 
 

@@ -22,6 +22,7 @@ from hpc_swe.launch import existing
 from hpc_swe.launch import submit as run_submit
 from hpc_swe.launch.submit import Decision, decide, failures
 from hpc_swe.models.policies.megatron import Megatron
+from tests.kit.constants import varied
 from tests.kit.played import Config, Played
 
 
@@ -324,7 +325,7 @@ def test_learner_lost_before_its_last_checkpoint_is_submitted_again(run, config,
 
 def test_nothing_is_submitted_when_the_learner_would_skip_the_same_batches(run, config):
     config.mode, config.counts = "sft", {}
-    config.policy, config.learner = Megatron(), LearnerConfig(max_skipped=1)
+    config.policy, config.learner = Megatron(), varied(LearnerConfig, max_skipped=1)()
     for step in (7, 8):
         assert sum(run_submit.tick(run, config).submit.values()) <= 2
         skipped.enter(run, step, is_skipped=True)
@@ -332,10 +333,9 @@ def test_nothing_is_submitted_when_the_learner_would_skip_the_same_batches(run, 
     for _ in range(5):
         found = run_submit.tick(run, config)
         assert found.submit == {}
-        assert (
-            "learner.max_skipped = 1: 2 batches in a row, the last of them batch 8" in found.stuck["learner"]
-        )
-    config.learner = LearnerConfig(max_skipped=2)
+        said = "more than 1 batches in a row, 2, the last of them batch 8"
+        assert said in found.stuck["learner"]
+    config.learner = varied(LearnerConfig, max_skipped=2)()
     assert run_submit.tick(run, config).submit == {"coordinator": 1, "learner": 1}
 
 

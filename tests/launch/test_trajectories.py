@@ -43,7 +43,7 @@ def read(tmp_path):
     def config(*words, rows=(ONE_CALL,), model="hermes"):
         file = write(tmp_path / "rows.jsonl", rows)
         fixed = [f"model={tmp_path / model}", "rollout.context=4000", "engine.max_model_len=4000"]
-        fixed += ["batches.microbatch_tokens=4000", f'sft={{source="trajectories", trajectories=["{file}"]}}']
+        fixed += ["batches.microbatch_tokens=4000", f'sft={{trajectories=["{file}"]}}']
         files = [ROOT / "configs/demo.toml", ROOT / "configs/demo_sft.toml"]
         return configuration.read(*files, overrides=[*fixed, *words])
 
@@ -177,15 +177,11 @@ def test_the_agent_s_prompt_and_tools_replace_those_of_the_rows(read):
 def test_a_long_conversation_is_cut_after_a_turn_or_left_out(read):
     whole = taken(read())[0]
     ends = [i + 1 for i in range(len(whole[1])) if whole[1][i] and not (whole[1] + [0])[i + 1]]
-    limit = [f"rollout.context={ends[0] + 3}", "rollout.min_tokens=1"]
+    limit = [f"rollout.context={ends[0] + 3}"]
     assert taken(read(*limit)) == [(whole[0][: ends[0]], whole[1][: ends[0]])]
     assert [t.fate for t in trajectories.take(read(*limit, rows=[ONE_CALL, TWO_CALLS]))] == ["cut", "whole"]
-    rows = [ONE_CALL, TWO_CALLS]
-    found = trajectories.take(read(*limit, "sft.too_long=drop", rows=rows))
-    assert [t.fate for t in found] == ["dropped", "whole"]
-    assert found[0].why == f"{len(whole[0])} tokens do not fit rollout.context = {ends[0] + 3}"
     with pytest.raises(ConfigError, match=r"sft.trajectories: no conversation is left"):
-        trajectories.take(read("rollout.context=20", "rollout.min_tokens=1"))
+        trajectories.take(read("rollout.context=20"))
 
 
 def changed(**more):
@@ -288,15 +284,13 @@ def test_a_conversation_that_is_trained_may_not_be_validated_with(read, tmp_path
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (['sft.source="demonstrations"'], "epochs and validation need"),
-        (["sft.trajectories=[]"], "trajectories is empty; name"),
+        (["sft.trajectories=[]", "sft.epochs=1"], "epochs and validation need"),
         (["sft.validate_every=2"], "set validate_every and validation"),
         (["sft.validation_share=0.5"], "set validate_every and validation"),
         (
             ["sft.validation_share=0.5", 'sft.validation=["x"]', "sft.validate_every=1"],
             "validation names files",
         ),
-        (['sft={source="demonstrations", epochs=2}'], "epochs and validation need"),
         (['rollout.history="template"'], "trajectories are trained as episodes"),
     ],
 )

@@ -115,7 +115,7 @@ def test_exported_episodes_are_trained_token_by_token_as_sampled(run, config, tm
     done = export(run, out)
     assert done.returncode == 0, done.stderr
     assert "6 episodes read, 3 with a reward of 1 or more" in done.stdout
-    trained = sft(config, f'sft={{source="trajectories", trajectories=["{out}"]}}')
+    trained = sft(config, f'sft={{trajectories=["{out}"]}}')
     found = trajectories.take(trained)
     assert [each.task_id for each in found] == ["t0", "t0", "t1"]
     by_task = {"t0": 0, "t1": 1}

@@ -71,7 +71,7 @@ def configured(folder: Path, *more: str) -> RunConfig:
     files = [f'{key}=["{folder / name}.jsonl"]' for key, name in FILES.items()]
     words = [
         f"model={folder / 'model'}",
-        f'sft={{source="trajectories", {", ".join(files)}}}',
+        f"sft={{{', '.join(files)}}}",
         f"sft.epochs={EPOCHS}",
         f"sft.samples_per_step={SIZE}",
         f"sft.validate_every={EVERY}",
@@ -79,7 +79,7 @@ def configured(folder: Path, *more: str) -> RunConfig:
         "learner={checkpoint_every=1000, export_every=1000}",
         "learner.optimizer={lr=3e-3}",
         "lease={beat_s=0.5, ttl_s=20.0}",
-        "coordinator={poll_s=0.2}",
+        "poll_s=0.2",
     ]
     demo = [ROOT / "configs/demo.toml", ROOT / "configs/demo_sft.toml"]
     return configuration.read(*demo, overrides=[*more, *words])

@@ -262,7 +262,7 @@ def test_a_coordinator_is_silent_by_its_reports_and_not_by_clocks(run, read, ske
 
     report_as(0)
     poll_s = 60.0 if lives else 0.1  # a living one is seen at its next report, however slow the machine
-    config = read(f"coordinator.poll_s={poll_s}", executor=f'executor={{type="{__name__}:Mute"}}')
+    config = read(f"poll_s={poll_s}", executor=f'executor={{type="{__name__}:Mute"}}')
     is_over = threading.Event()
 
     def live():

@@ -63,7 +63,7 @@ def enter(run: RunDir, step: int, is_skipped: bool, check: Callable[[], None] = 
 
 
 def refusal(run: RunDir, limit: int) -> str:
-    """Return why the learner must not go on, with the remedies; empty when it may."""
+    """Return why the learner must not go on, with remedies; empty after at most `limit` skipped batches."""
     known = read(run)
     if known.final:
         return known.final
@@ -71,9 +71,9 @@ def refusal(run: RunDir, limit: int) -> str:
     if len(steps) <= limit:
         return ""
     return (
-        f"learner.max_skipped = {limit}: {len(steps)} batches in a row, the last of them batch {steps[-1]}, "
+        f"more than {limit} batches in a row, {len(steps)}, the last of them batch {steps[-1]}, "
         f"had a gradient that is not finite, and are kept in {run.skipped(0).parent}. Start another run from "
-        "earlier weights with a lower learner.optimizer.lr; or raise learner.max_skipped; or remove "
+        "earlier weights with a lower learner.optimizer.lr; or remove "
         f"{run.skipped_steps} to try the same batches again"
     )
 

@@ -18,14 +18,6 @@ class TaskHistory(Record, frozen=True, kw_only=True):
     """Visits at which the task was passed over since its last group."""
 
 
-class PlannedGroup(Record, frozen=True, kw_only=True):
-    """Hold the task of a group that was planned before the batch was published."""
-
-    task_id: str
-    weight: float = 1.0
-    """Factor of the group's advantages."""
-
-
 class RunHistory(Record, frozen=True, kw_only=True):
     """Hold what a coordinator needs to plan the groups after a batch."""
 
@@ -33,11 +25,9 @@ class RunHistory(Record, frozen=True, kw_only=True):
     """First group of `planned`."""
     visits: int = 0
     """Visits made, or passed over, for all groups that are planned."""
-    planned: list[PlannedGroup] = []
-    """Groups from `next_group` on that may have been dispatched."""
+    planned: list[str] = []
+    """Tasks of the groups from `next_group` on that may have been dispatched."""
     tasks: dict[str, TaskHistory] = {}
-    weights: dict[int, float] = {}
-    """Group of the batch -> factor of its advantages, where that is not 1."""
 
 
 def read(run: RunDir, step: int, next_group: int) -> RunHistory:

@@ -6,7 +6,7 @@ crash prevents the table.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,26 +25,19 @@ from hpc_swe.roles.coordinator.batching.samples import drop_routing, sampled_tok
 NAME = re.compile(r"step_[0-9]{6,}\.parquet")
 
 
-def write(
-    path: Path,
-    episodes: Sequence[ScoredEpisode],
-    trained: Iterable[int],
-    weights: Mapping[int, float] | None = None,
-) -> None:
+def write(path: Path, episodes: Sequence[ScoredEpisode], trained: Iterable[int]) -> None:
     """Publish the table, unless there is one; `trained` are the ids of the groups with a loss.
 
     The first table is complete, since messages are removed after it: a second coordinator that read them
     meanwhile, or that was frozen, may know fewer.
-    The advantages of a group were multiplied by its weight, which is 1 where `weights` has none.
     """
-    groups, factors = set(trained), weights or {}
+    groups = set(trained)
     columns: dict[str, tuple[pa.DataType, Callable[[ScoredEpisode], object]]] = {
         "group_id": (pa.int64(), lambda s: s.episode.request.group_id),
         "index": (pa.int64(), lambda s: s.episode.request.index),
         "task_id": (pa.string(), lambda s: s.episode.request.task_id),
         "attempt": (pa.int64(), lambda s: s.episode.request.attempt),
         "trained": (pa.bool_(), lambda s: s.episode.request.group_id in groups),
-        "weight": (pa.float64(), lambda s: factors.get(s.episode.request.group_id, 1.0)),
         "reward": (pa.float64(), lambda s: s.score.reward),
         "outcome": (pa.string(), lambda s: s.score.outcome),
         "exit_status": (pa.string(), lambda s: s.episode.exit_status.value),

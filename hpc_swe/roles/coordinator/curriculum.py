@@ -7,10 +7,7 @@ takes the next visit that is not passed over.
 A task is settled when each of its last `settled_after` groups was resolved by all of its episodes or by none.
 After each group, a settled task is passed over at its next `rest` visits. Its groups are then sampled at
 1 / (1 + rest) of the rate of the others, so the gradient is that of an objective that weights settled tasks
-by this share. With `reweight`, the advantages of a group are multiplied by 1 plus the visits at which its
-task was passed over before. So at any time the weights of a task's groups add up to its visits but the last
-few, and each weight is known before its group is sampled: the sum of the weighted gradients is that of equal
-visits in expectation, at a higher variance.
+by this share.
 
 Tasks are planned in order of groups from the history of the last published batch. The plan of groups that
 were planned before that batch is published with the history, so a coordinator that starts plans the same.
@@ -26,7 +23,7 @@ from functools import lru_cache
 from msgspec.structs import replace
 
 from hpc_swe.base.records import RolloutRequest
-from hpc_swe.base.store.task_history import PlannedGroup, RunHistory, TaskHistory
+from hpc_swe.base.store.task_history import RunHistory, TaskHistory
 from hpc_swe.config.settings import CurriculumConfig
 from hpc_swe.roles.coordinator.batching.groups import Group
 from hpc_swe.roles.coordinator.dispatch import RequestPlan
@@ -81,11 +78,7 @@ class TaskPlan:
 
     def requests(self, number: int) -> list[RolloutRequest]:
         """Return the requests of a group that no batch has consumed."""
-        return self._requests.group(number, self._group(number).task_id)
-
-    def weight(self, number: int) -> float:
-        """Return the factor of the advantages of a group that no batch has consumed."""
-        return self._group(number).weight
+        return self._requests.group(number, self._task(number))
 
     def is_settled(self, task: str) -> bool:
         """Return whether the last groups of a task had no signal to give."""
@@ -96,30 +89,24 @@ class TaskPlan:
 
         `next_group` is the first group after the batch.
         """
-        weights: dict[int, float] = {}
         for group in groups:
-            number = group.key[1]
-            task = self._group(number).task_id
-            if self.weight(number) != 1.0:
-                weights[number] = self.weight(number)
+            task = self._task(group.key[1])
             solved = [scored.score.outcome == "resolved" for scored in group.results]
             if solved:
                 self._tasks[task] = _updated(self._of(task), solved)
         del self._planned[: next_group - self._first]
         self._first, self.passed_over = next_group, 0
-        known = RunHistory(
-            next_group=next_group, visits=next_group, tasks=self._tasks.copy(), weights=weights
-        )
+        known = RunHistory(next_group=next_group, visits=next_group, tasks=self._tasks.copy())
         if self._config.rest:
             known = replace(known, visits=self._visited, planned=self._planned[:])
         return known
 
-    def _group(self, number: int) -> PlannedGroup:
+    def _task(self, number: int) -> str:
         while self._first + len(self._planned) <= number:
             self._planned.append(self._next())
         return self._planned[number - self._first]
 
-    def _next(self) -> PlannedGroup:
+    def _next(self) -> str:
         while True:
             task = self._visit()
             known = self._of(task)
@@ -129,9 +116,7 @@ class TaskPlan:
             self.passed_over += 1
         if known.passed_over:
             self._tasks[task] = replace(known, passed_over=0)
-        # A task that was passed over may be settled no longer: a group that was planned before had signal.
-        weight = 1.0 + known.passed_over if self._config.reweight else 1.0
-        return PlannedGroup(task_id=task, weight=weight)
+        return task
 
     def _visit(self) -> str:
         self._visited += 1

@@ -147,7 +147,7 @@ class Evaluator:
             log.warning("no solve rate of step %d: %s", step, error)
 
     def _rate(self, rows: Sequence[Attempt]) -> EvalRate:
-        label = self.config.select or next(iter(self.config.decodings))
+        label = next(iter(self.config.decodings))
         outcomes = intervals.outcomes(rows, label)
         if not outcomes:
             return EvalRate(0.0)

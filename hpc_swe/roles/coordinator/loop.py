@@ -21,7 +21,7 @@ from hpc_swe.base.errors import DeadlineError, StorageError
 from hpc_swe.base.records import Role
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, orders
-from hpc_swe.config.settings import CoordinatorConfig
+from hpc_swe.config.settings import STATUS_LOOKS, WAIT_S
 from hpc_swe.roles.coordinator.maintenance import Maintenance
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
 from hpc_swe.roles.coordinator.supervision import Supervision
@@ -53,11 +53,11 @@ class Coordinator:
         run: RunDir,
         maintenance: Maintenance,
         mode: Callable[[], Mode],
-        config: CoordinatorConfig,
+        poll_s: float,
         desired: Mapping[Role, int],
         supervision: Supervision | None = None,
     ) -> None:
-        self._run, self._maintenance, self._config, self._desired = run, maintenance, config, desired
+        self._run, self._maintenance, self._poll_s, self._desired = run, maintenance, poll_s, desired
         self._build_mode, self._supervision = mode, supervision
         self._mode: Mode | None = None
         self._drawing = _drawing(run)
@@ -87,7 +87,7 @@ class Coordinator:
                 self._mode = None
                 refusals += 1
                 log.warning("refused %d times: %s", refusals, error)
-            pause = min(self._config.poll_s * 2**refusals, max(self._config.poll_s, BACK_OFF_S))
+            pause = min(self._poll_s * 2**refusals, max(self._poll_s, BACK_OFF_S))
             time.sleep(pause * random.uniform(0.5, 1.5))
 
     def _turn(self) -> bool:
@@ -107,13 +107,13 @@ class Coordinator:
         may_have_frozen = self._may_have_frozen(snapshot)
         if self._is_late:
             snapshot = self._maintenance.snapshot()
-        status_s = self._config.status_s if progress.waits_for else 0.0
+        status_s = STATUS_LOOKS * self._poll_s if progress.waits_for else 0.0
         self._maintenance.publish(snapshot, progress, self._desired, status_s)
         if not may_have_frozen:
             self._maintenance.clean_up(snapshot, progress.kept_steps)
         if self._drawing and (not progress.waits_for or snapshot.now >= self._draw_at):
             self._drawing.update()
-            self._draw_at = snapshot.now + self._config.status_s
+            self._draw_at = snapshot.now + STATUS_LOOKS * self._poll_s
         if not progress.waits_for and not may_have_frozen:
             atomic.write(self._run.finished, b"")
             log.info("finished")
@@ -131,10 +131,10 @@ class Coordinator:
         return is_suspect
 
     def _check_progress(self, snapshot: RunSnapshot, progress: Progress) -> None:
-        """Fail when nothing changed for `wait_s`, not counting time in which others are absent.
+        """Fail when nothing changed for `WAIT_S`, not counting time in which others are absent.
 
         They may be queued for days. Supervision comes first, since it restarts one part and knows which: its
-        limit is added to `wait_s`, and each of its restarts is a change.
+        limit is added to `WAIT_S`, and each of its restarts is a change.
         """
         verdicts, longest_s = 0, 0.0
         if self._supervision:
@@ -148,10 +148,10 @@ class Coordinator:
         if state != self._progress[0] or not present or awaited - present:
             self._progress = (state, snapshot.now)
         unchanged_s = snapshot.now - self._progress[1]
-        if unchanged_s > longest_s + self._config.wait_s:
+        if unchanged_s > longest_s + WAIT_S:
             alive = ", ".join(sorted({node.owner for node in snapshot.nodes if node.role != "coordinator"}))
             raise DeadlineError(
-                f"nothing changed for {unchanged_s:.0f} s (supervision's limit, then coordinator.wait_s); it "
+                f"nothing changed for {unchanged_s:.0f} s (supervision's limit, then {WAIT_S:g} s); it "
                 f"waits for {progress.waits_for}; alive: {alive}; see their logs in {self._run.root / 'logs'}"
             )
 

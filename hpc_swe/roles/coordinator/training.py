@@ -68,7 +68,6 @@ class Training:
         self._ledger = Ledger(settings.groups.max_attempts, settings.routing_bytes)
         self._unarchived = last if last and not run.archive(last.step).exists() else None
         """The newest batch, until its archive is written; no batch is published before."""
-        self._weights = known.weights
         consumed = (*last.groups, *last.closed) if last and self._unarchived else ()
         leftovers: set[Key] = {("train", group) for group in consumed}
         self._collector = ResultCollector(run, self._ledger, self._expects, leftovers)
@@ -112,7 +111,7 @@ class Training:
         """Write the archive that the coordinator before has not written, once all results for it are read."""
         if self._unarchived and (found := self._collector.leftovers(snapshot)) is not None:
             last = self._unarchived
-            archive.write(self._run.archive(last.step), found, last.groups, self._weights)
+            archive.write(self._run.archive(last.step), found, last.groups)
             self._collector.forget_leftovers()
             self._unarchived = None
         return self._unarchived is None
@@ -138,15 +137,13 @@ class Training:
         batches.commit(self._run, batch_plan, packed, values, history=history)
         log.info("published batch %d from groups %s", batch_plan.step, batch_plan.groups)
         episodes = [m.scored for g in groups for m in g.members if m.scored is not None]
-        archive.write(self._run.archive(batch_plan.step), episodes, batch_plan.groups, history.weights)
+        archive.write(self._run.archive(batch_plan.step), episodes, batch_plan.groups)
         self.step, self.state = batch_plan.step + 1, batch_plan.after
         self._decisions.clear()
         consumed = self._ledger.drop(lambda key: key[0] == "train" and key[1] < self.state.next_group)
         self._collector.forget(consumed)
         values["reward/shaped"] = batch_metrics.mean_shaped(groups, self._settings.shaping)
         values |= {"curriculum/passed_over": passed_over, "curriculum/settled": self._tasks.settled_share}
-        factors = [history.weights.get(group, 1.0) for group in batch_plan.groups]
-        values["curriculum/weight"] = sum(factors) / len(factors)
         self._report(batch_plan.step, consumed, values, snapshot)
 
     def _with_routing(self, batch_plan: BatchPlan) -> BatchPlan:
@@ -195,8 +192,7 @@ class Training:
             return None
         results = len(group.results)
         if self._decisions.get(number, (-1, None))[0] != results:  # a late result may have been entered
-            weight = self._tasks.weight(number)
-            self._decisions[number] = (results, batches.decide(group, self.step, self._settings, weight))
+            self._decisions[number] = (results, batches.decide(group, self.step, self._settings))
         return self._decisions[number][1]
 
     def _has_signal(self, number: int) -> bool | None:

@@ -64,6 +64,8 @@ class Supervisor:
     lease: Lease
     engine: Engine
     config: InferenceConfig
+    max_restarts: int
+    poll_s: float
     leases: LeaseConfig
     model: Path
     """Served until a version is published."""
@@ -84,7 +86,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self._serving = Weights(WeightVersion(), self.model)
-        self._refused = Refusals(RETRY_POLLS * self.config.poll_s)
+        self._refused = Refusals(RETRY_POLLS * self.poll_s)
         self._watcher = Watcher(self.run, self.leases.beat_s, self.leases.ttl_s)
 
     def serve(self) -> None:
@@ -103,9 +105,9 @@ class Supervisor:
             except EngineError as error:
                 self._note_loss()
                 restarts = 1 if time.monotonic() - self._since > QUIET_S else restarts + 1
-                if restarts > self.config.max_restarts:
+                if restarts > self.max_restarts:
                     raise
-                why = f"restart {restarts} of {self.config.max_restarts}: {error}"
+                why = f"restart {restarts} of {self.max_restarts}: {error}"
                 log.warning("%s", why)
                 self._show(trouble=why, refusals=self._refused.in_row)
                 self._stopping.wait(min(2.0 ** (restarts - 1), 60.0))
@@ -248,7 +250,7 @@ class Supervisor:
                         weights.report_refused(self.run, wanted)
             except StorageError as error:
                 log.warning("looking again: %s", error)
-            self._pause(self.config.poll_s * random.uniform(0.5, 1.5))
+            self._pause(self.poll_s * random.uniform(0.5, 1.5))
 
     def _wanted(self) -> WeightVersion | None:
         """Return the version of the most steps, or the newest one when that was refused."""

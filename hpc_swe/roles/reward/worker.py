@@ -78,7 +78,7 @@ class Grading(Work[ScoredEpisode]):
     def after(self) -> None:
         """Run a self-check on the same task, under the load under which the episode was graded."""
         task = self.resources.tasks.get(self.episode.request.task_id)
-        which = self_check(self.episode.request.name, self.resources.config.sentinel_every)
+        which = self_check(self.episode.request.name, self.resources.config.self_check_every)
         if which is not None and task is not None:
             check_grader(self.resources, task, which)
 
@@ -117,7 +117,7 @@ def _judge_alone(resources: RewardResources, episode: Episode) -> Score:
 def self_check(request: str, every: int) -> SelfCheck | None:
     """Choose the self-check after a request's grading: one in `every`, the same at each repetition."""
     number = int.from_bytes(hashlib.sha256(request.encode()).digest()[:8], "big")
-    if not every or number % every:
+    if number % every:
         return None
     return "reference" if number // every % 2 else "nothing"
 
@@ -158,7 +158,9 @@ def _drain(findings: deque[str]) -> Iterator[str]:
         return
 
 
-def worker(run: RunDir, lease: Lease, resources: RewardResources) -> Worker[Episode, ScoredEpisode]:
+def worker(
+    run: RunDir, lease: Lease, resources: RewardResources, poll_s: float
+) -> Worker[Episode, ScoredEpisode]:
     """Make the reward worker. Its threads get no time to clean up: sandboxes end with the process."""
     return Worker(
         run,
@@ -167,5 +169,5 @@ def worker(run: RunDir, lease: Lease, resources: RewardResources) -> Worker[Epis
         Spool(run.scored, ScoredEpisode),
         lambda claim: Grading(resources, claim.message, claim.address.redeliveries),
         resources.config.slots,
-        resources.config.poll_s,
+        poll_s,
     )

@@ -62,7 +62,7 @@ class EpisodeWork(Work[Episode]):
 
 
 def worker(
-    run: RunDir, lease: Lease, resources: RolloutResources, hung_s: float = 60.0
+    run: RunDir, lease: Lease, resources: RolloutResources, poll_s: float, hung_s: float = 60.0
 ) -> Worker[RolloutRequest, Episode]:
     """Make the rollout worker, which gives up an episode that exceeds its time-out by `hung_s`."""
     return Worker(
@@ -72,7 +72,7 @@ def worker(
         Spool(run.episodes, Episode),
         lambda claim: EpisodeWork(resources, lease.owner, hung_s, claim.message),
         resources.config.slots,
-        resources.config.poll_s,
+        poll_s,
         CLEANUP_S,
         resources.sampler.endpoints.has_engine,
     )

@@ -11,7 +11,7 @@ from hpc_swe.base.errors import DeadlineError
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import tasks
 from hpc_swe.base.tables import bars
-from hpc_swe.config.settings import RunConfig
+from hpc_swe.config.settings import WAIT_S, RunConfig
 from hpc_swe.launch.view import RunView, duration
 
 
@@ -46,7 +46,7 @@ class StallDetector:
         stalled_s = self._clock() - self._since
         if stalled_s > self._limit_s:
             raise DeadlineError(
-                f"no progress for {duration(stalled_s)} (the limit is coordinator.wait_s + "
+                f"no progress for {duration(stalled_s)} (the limit is {WAIT_S:g} s + "
                 f"rollout.episode_timeout_s + supervision.stuck_s); it waits for {progress.waits_for}"
             )
 
@@ -57,7 +57,7 @@ class ProgressBar:
     def __init__(self, run: RunDir, config: RunConfig, console: Console) -> None:
         # Supervision restarts what is stuck, and one last episode may take all of its time.
         patience_s = config.rollout.episode_timeout_s + config.supervision.stuck_s
-        self._detector = StallDetector(config.coordinator.wait_s + patience_s)
+        self._detector = StallDetector(WAIT_S + patience_s)
         self.bar = bars(TimeRemainingColumn(), console=console)
         self.total = episodes(run, config)
         self._row = self.bar.add_task(run.root.name, total=self.total)

@@ -143,16 +143,9 @@ class Report:
         if self.rule is None or row.step is None:
             return [Use("the run's configuration cannot be read")] * len(found)
         try:
-            return self.rule.uses(found, row.step, bool(row.trained), self._weight(row))
+            return self.rule.uses(found, row.step, bool(row.trained))
         except ConfigError as error:  # of an estimator that refuses these rewards
             return [Use(str(error))] * len(found)
-
-    def _weight(self, row: EpisodeRow) -> float:
-        """Return the factor of a group's advantages; add a note where the archive is too old to have it."""
-        note = "advantages lack the factors of curriculum.reweight, because older code wrote the archive"
-        is_unknown = row.weight is None and self.config is not None and self.config.curriculum.reweight
-        self.notes += [note] if is_unknown and note not in self.notes else []
-        return 1.0 if row.weight is None else row.weight
 
     def _write(self, name: str, value: Data) -> None:
         self.folder.add(name, value)

@@ -46,8 +46,6 @@ class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True):
     """Whether its group was trained; None in an evaluation."""
     dispatch_step: int | None = None
     """Step of the weights that sampled the first token; None in an evaluation."""
-    weight: float | None = None
-    """Factor of its group's advantages; None in an evaluation, and in archives that do not have it."""
 
     @property
     def id(self) -> str:

@@ -5,11 +5,11 @@ const MOST_ROWS = 200;
 const SHOWN = [
   ["step", "step", true], ["split", "split"], ["task_id", "task"], ["outcome", "outcome"],
   ["reward", "reward", true], ["exit_status", "exit"], ["turns", "turns", true],
-  ["sampled_tokens", "tokens", true], ["trained", "trained"], ["weight", "factor", true], ["age", "age", true],
+  ["sampled_tokens", "tokens", true], ["trained", "trained"], ["age", "age", true],
   ["group_id", "group", true], ["index", "index", true], ["sampling", "decoding"],
 ];
 const FILTERS = ["text", "step", "task", "split", "outcome", "exit", "sort"];
-const table = {rows: null, columns: SHOWN, fitting: [], selected: 0, limit: MOST_ROWS, found: null};
+const table = {rows: null, fitting: [], selected: 0, limit: MOST_ROWS, found: null};
 
 async function rowsOfRun() {
   if (table.rows) return table.rows;
@@ -24,8 +24,6 @@ async function rowsOfRun() {
       .toLowerCase();
     return row;
   });
-  const isReweighted = table.rows.some((row) => row.weight !== null && row.weight !== 1);
-  table.columns = SHOWN.filter(([name]) => name !== "weight" || isReweighted);
   loaded.delete("index");
   return table.rows;
 }
@@ -106,7 +104,7 @@ function options(rows, column) {
 
 function head(values) {
   const name = values.sort.replace(/^-/, ""), isDown = values.sort.startsWith("-");
-  return make("thead", {}, make("tr", {}, ...table.columns.map(([column, title, isNumber]) => {
+  return make("thead", {}, make("tr", {}, ...SHOWN.map(([column, title, isNumber]) => {
     const isSorted = column === name;
     const next = isSorted && !isDown ? `-${column}` : column;
     return make("th", {class: isNumber ? "number" : "", "aria-sort": isSorted ? (isDown ? "descending" : "ascending") : null},
@@ -118,11 +116,11 @@ function fill(body) {
   const rows = table.fitting.slice(0, table.limit).map((row, n) => make("tr", {
     class: `${n === table.selected ? "selected" : ""} ${row.isWhole ? "" : "absent"}`,
     onclick: (event) => event.target.closest("a") || open(n)},
-    ...table.columns.map(([column, , isNumber]) => cell(row, column, isNumber))));
+    ...SHOWN.map(([column, , isNumber]) => cell(row, column, isNumber))));
   const left = table.fitting.length - rows.length;
   if (left > 0) {
     const more = () => { table.limit += 5 * MOST_ROWS; fill(body); };
-    rows.push(make("tr", {}, make("td", {colspan: table.columns.length}, make("button", {onclick: more}, `${number(left)} more`))));
+    rows.push(make("tr", {}, make("td", {colspan: SHOWN.length}, make("button", {onclick: more}, `${number(left)} more`))));
   }
   body.replaceChildren(...rows);
 }

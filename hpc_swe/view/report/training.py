@@ -42,16 +42,14 @@ class BatchRule:
     def __init__(self, settings: BatchSettings) -> None:
         self._settings = settings
 
-    def uses(
-        self, members: Sequence[ScoredEpisode], step: int, was_trained: bool, weight: float = 1.0
-    ) -> list[Use]:
-        """Return what batch `step` did with each member of a group, whose advantages had this weight.
+    def uses(self, members: Sequence[ScoredEpisode], step: int, was_trained: bool) -> list[Use]:
+        """Return what batch `step` did with each member of a group.
 
         The archive says whether the group `was_trained`.
         """
         request = members[0].episode.request
         group = Group((request.split, request.group_id), [_member(scored) for scored in members])
-        decision = batches.decide(group, step, self._settings, weight)
+        decision = batches.decide(group, step, self._settings)
         found = {made.episode.request.index: made for made in decision.episodes}
         return [
             self._use(scored, found.get(scored.episode.request.index), decision.status, was_trained)

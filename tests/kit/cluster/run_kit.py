@@ -43,8 +43,8 @@ SAID = [
 OVERLAY = """
 steps = 100000
 counts = { inference = 2, rollout = 4, reward = 2 }
+poll_s = 0.4
 lease = { beat_s = 1.0, ttl_s = 6.0 }
-coordinator = { poll_s = 0.4 }
 rollout.slots = 4 # so that the episodes of two steps keep all workers busy
 eval.every = 0
 

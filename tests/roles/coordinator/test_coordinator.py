@@ -23,6 +23,7 @@ from hpc_swe.config.settings import RetentionConfig
 from hpc_swe.roles.coordinator import archive
 from hpc_swe.roles.coordinator.batching import batches
 from hpc_swe.roles.coordinator.batching.samples import drop_routing
+from tests.kit.constants import varied
 from tests.kit.coordinator_kit import (
     LIMITS,
     STEPS,
@@ -298,6 +299,6 @@ def test_requests_of_consumed_groups_are_withdrawn(run):
 
 
 def test_without_space_nothing_is_dispatched(run):
-    maintenance = make_maintenance(run, retention=RetentionConfig(free_space_floor_gb=1e9))
+    maintenance = make_maintenance(run, retention=varied(RetentionConfig, free_space_floor_gb=1e9)())
     training(run).iterate(maintenance.snapshot())
     assert names(run) == []

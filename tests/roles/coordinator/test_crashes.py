@@ -14,12 +14,12 @@ from hpc_swe.base.records import RolloutRequest, ScoredEpisode, WeightVersion
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, folders
 from hpc_swe.base.store.spool import Spool
-from hpc_swe.config.settings import CoordinatorConfig, RetentionConfig
 from hpc_swe.roles.coordinator import archive
 from hpc_swe.roles.coordinator.batching import batches
 from hpc_swe.roles.coordinator.batching.groups import parse_name
 from hpc_swe.roles.coordinator.loop import Coordinator
 from tests.kit.coordinator_kit import (
+    KEPT,
     Clock,
     export,
     finish,
@@ -153,7 +153,7 @@ def iterate_on_a_disk_full_at(root, number, sender):
         return 0
 
     refuse(root, code)
-    made = Coordinator(run, make_maintenance(run), lambda: training(run, steps=DEEP), CoordinatorConfig(), {})
+    made = Coordinator(run, make_maintenance(run), lambda: training(run, steps=DEEP), 1.0, {})
     error = ""
     try:
         with atomic.storage(run.root):
@@ -229,9 +229,6 @@ def test_a_death_anywhere_in_recovery_loses_no_claim(tmp_path, template):
         assert len(spool.addresses("ready")) == 8
         assert sum(address.redeliveries for address in spool.addresses("ready")) == 2
         shutil.rmtree(root)
-
-
-KEPT = RetentionConfig(keep_last=2, keep_every=0, free_space_floor_gb=0)
 
 
 def old_folders(root):

@@ -2,20 +2,20 @@ import random
 from collections import Counter
 from itertools import islice
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from hpc_swe.base.records import Batch, BatchManifest, Sampling, ScoredEpisode, float_array
-from hpc_swe.base.store import atomic, folders, task_history
+from hpc_swe.base.records import BatchManifest, Sampling, ScoredEpisode
+from hpc_swe.base.store import folders, task_history
 from hpc_swe.base.store.spool import Spool
 from hpc_swe.base.store.task_history import RunHistory
 from hpc_swe.config.settings import CurriculumConfig
 from hpc_swe.roles.coordinator.batching.groups import Group, Member
 from hpc_swe.roles.coordinator.curriculum import TaskPlan, WeightedTasks, visits
 from hpc_swe.roles.coordinator.dispatch import RequestPlan
+from tests.kit.constants import varied
 from tests.kit.coordinator_kit import (
     ALIKE,
     TASKS,
@@ -33,7 +33,8 @@ from tests.kit.coordinator_kit import (
 REQUESTS = RequestPlan(3, 2, Sampling())
 SEVEN = WeightedTasks("", tuple(f"task-{i}" for i in range(7)))
 TWO = (WeightedTasks("easy", ("e1", "e2", "e3"), 3.0), WeightedTasks("hard", ("h1", "h2"), 1.0))
-REST = CurriculumConfig(rest=2, settled_after=1, reweight=True)
+AT_ONCE = varied(CurriculumConfig, settled_after=1)
+REST = AT_ONCE(rest=2)
 
 
 def planned(config=ALIKE, sources=(SEVEN,), history=None):
@@ -72,12 +73,9 @@ def test_a_settled_task_is_passed_over_and_then_visited_again():
     plan, rested = planned(REST, [WeightedTasks("", ("a", "b"))]), []
     for number in range(12):
         name = task(plan, number)
-        rested.append((name, plan.weight(number)))
+        rested.append(name)
         plan.consume([closed(plan, number, (1, 0) if name == "a" else (0, 0))], number + 1)
-    names = [name for name, _ in rested]
-    assert Counter(names) == {"a": 9, "b": 3}, "b has one visit in three"
-    assert [weight for name, weight in rested if name == "b"] == [1.0, 3.0, 3.0]
-    assert {weight for name, weight in rested if name == "a"} == {1.0}
+    assert Counter(rested) == {"a": 9, "b": 3}, "b has one visit in three"
 
 
 def test_when_every_task_is_settled_all_are_visited_alike():
@@ -102,56 +100,21 @@ def test_a_task_that_gives_signal_again_is_settled_no_longer():
 @given(st.integers(0, 999), st.integers(0, 3), st.integers(1, 3))
 def test_a_coordinator_that_starts_anywhere_plans_the_same_groups(seed, rest, settled_after):
     """Plan ahead by random amounts, consume random numbers of groups, and start again from each history."""
-    draw, config = (
-        random.Random(seed),
-        CurriculumConfig(rest=rest, settled_after=settled_after, reweight=True),
-    )
+    draw, config = random.Random(seed), varied(CurriculumConfig, settled_after=settled_after)(rest=rest)
     plan, first, seen = planned(config, TWO), 0, {}
     for _ in range(8):
         ahead = first + draw.randint(1, 9)
-        seen |= {number: (task(plan, number), plan.weight(number)) for number in range(first, ahead)}
+        seen |= {number: task(plan, number) for number in range(first, ahead)}
         last = draw.randint(first + 1, ahead)
         groups = [closed(plan, n, (draw.random() < 0.3, draw.random() < 0.3)) for n in range(first, last)]
         history = plan.consume(groups, last)
         successor = planned(config, TWO, history)
         for number in range(last, last + 15):
-            found = (task(successor, number), successor.weight(number))
+            found = task(successor, number)
             assert found == seen.get(number, found), "a group may have been dispatched before the batch"
         assert successor.settled_share == plan.settled_share
         plan, first = planned(config, TWO, history) if draw.random() < 0.5 else plan, last
         seen = {number: value for number, value in seen.items() if number >= last}
-
-
-CHANCES = {"never": 0.0, "rare": 0.1, "even": 0.5, "often": 0.9}
-
-
-def simulated(reweight, awaited, groups=4000):
-    """Per visit of each task: its groups, the sum of their weights, and that of those with both outcomes.
-
-    The results of so many groups are `awaited` at any time.
-    """
-    draw, open_groups, found = random.Random(awaited), [], {task: [0, 0.0, 0.0] for task in CHANCES}
-    curriculum = CurriculumConfig(rest=3, settled_after=1, reweight=reweight)
-    plan = planned(curriculum, [WeightedTasks("", tuple(CHANCES))])
-    for number in range(groups):
-        name, weight = task(plan, number), plan.weight(number)
-        solved = [draw.random() < CHANCES[name] for _ in range(2)]
-        counted = (1, weight, weight * (len(set(solved)) > 1))
-        found[name] = [known + more for known, more in zip(found[name], counted, strict=True)]
-        open_groups.append(closed(plan, number, solved))
-        if len(open_groups) > awaited:
-            history = plan.consume([open_groups.pop(0)], number - awaited + 1)
-    visits = history.visits / len(CHANCES)
-    return {name: [value / visits for value in values] for name, values in found.items()}
-
-
-@pytest.mark.parametrize("awaited", [0, 3, 12])
-def test_weights_add_up_to_visits_and_so_does_what_is_learned(awaited):
-    for name, (groups, weights, signal) in simulated(reweight=True, awaited=awaited).items():
-        both = 2 * CHANCES[name] * (1 - CHANCES[name])
-        assert weights == pytest.approx(1.0, abs=0.005), name
-        assert signal == pytest.approx(both, abs=0.05), name
-        assert groups < 0.6, name
 
 
 def test_a_group_without_results_says_nothing_about_its_task():
@@ -174,7 +137,7 @@ def manifest(run, step):
 @pytest.fixture(scope="module")
 def options():
     parts = (WeightedTasks("even", TASKS[::2], 2.0), WeightedTasks("odd", TASKS[1::2], 1.0))
-    return {"steps": 6, "sources": parts, "curriculum": CurriculumConfig(rest=1, settled_after=1)}
+    return {"steps": 6, "sources": parts, "curriculum": AT_ONCE(rest=1)}
 
 
 def test_a_coordinator_restarted_at_every_round_publishes_the_same_mixture(tmp_path, options):
@@ -208,24 +171,3 @@ def test_a_result_for_another_task_than_planned_is_not_taken(tmp_path):
     mode.iterate(make_maintenance(run).snapshot())
     assert mode._ledger.member(name).state == "open"
     assert list(scored.addresses("ready")) == []
-
-
-def test_the_advantages_of_a_batch_have_the_weights_of_their_groups(tmp_path):
-    """Rewards are 0 and 1 and groups are pairs, so that each advantage is half a weight."""
-    settled = CurriculumConfig(rest=1, settled_after=1, reweight=True)
-    finish(run := rundir(tmp_path), steps=6, curriculum=settled)
-    seen = set()
-    for step in range(6):
-        last = manifest(run, step)
-        known = task_history.read(run, step, last.after.next_group).weights
-        micro = [m for part in read_parts(run, step) for m in part.microbatches]
-        found = np.abs(np.concatenate([float_array(m.advantages) for m in micro]))
-        weights = [known.get(group, 1.0) for group in last.groups]
-        assert set((2 * found[found > 0]).tolist()) == set(weights)
-        seen |= set(weights)
-    assert len(seen) > 1, "some groups stand for several visits"
-
-
-def read_parts(run, step) -> list[Batch]:
-    names = [name for name in manifest(run, step).files if name.startswith("rank")]
-    return [atomic.get(run.batch(step) / name, Batch) for name in names]

@@ -15,9 +15,9 @@ from hpc_swe.base.records import BatchManifest, ScoredEpisode, WeightVersion
 from hpc_swe.base.rundir import SPOOLS, RunDir
 from hpc_swe.base.store import atomic, checkpoints, folders, orders, submissions, weights
 from hpc_swe.base.store.spool import STATES, Spool
-from hpc_swe.config.settings import RetentionConfig
 from hpc_swe.roles.coordinator.batching import batches
 from tests.kit.coordinator_kit import (
+    KEPT,
     Clock,
     export,
     finish,
@@ -114,7 +114,7 @@ def test_a_run_among_foreign_names_does_what_it_does_without_them(tmp_path, foun
     finish(run, steps=DEEP)
     assert published(run) == undisturbed()
     clock = Clock()
-    maintenance = make_maintenance(run, clock, retention=RetentionConfig(keep_last=2, free_space_floor_gb=0))
+    maintenance = make_maintenance(run, clock, retention=KEPT)
     for clock.now in (0.0, 10.0, 4000.0, 8000.0):
         maintenance.clean_up(maintenance.snapshot())
         maintenance.publish(
@@ -177,7 +177,7 @@ def test_weights_without_a_readable_manifest_are_nobody_s_and_stop_nobody(tmp_pa
     for each in range(4):
         export(run, WeightVersion(step=each), WeightVersion(step=each - 1) if each else None)
     damage(run.weight(WeightVersion(step=step)) / folders.NAME)
-    maintenance = make_maintenance(run, retention=RetentionConfig(keep_last=2, free_space_floor_gb=0))
+    maintenance = make_maintenance(run, retention=KEPT)
     snapshot = maintenance.snapshot()
     maintenance.clean_up(snapshot)
     assert snapshot.newest.step == (2 if step == 3 else 3)

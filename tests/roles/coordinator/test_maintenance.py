@@ -17,13 +17,15 @@ from hpc_swe.base.records import (
 )
 from hpc_swe.base.store import atomic, folders
 from hpc_swe.base.store.spool import Spool
-from hpc_swe.config.settings import CoordinatorConfig, RetentionConfig
+from hpc_swe.config.settings import RetentionConfig
 from hpc_swe.roles.coordinator.batching import batches
 from hpc_swe.roles.coordinator.loop import Coordinator
 from hpc_swe.roles.coordinator.maintenance import ORPHAN_S
 from hpc_swe.roles.coordinator.retention import first_kept_batch, kept_checkpoints, superseded
 from hpc_swe.roles.coordinator.snapshot import Progress
+from tests.kit.constants import varied
 from tests.kit.coordinator_kit import (
+    KEPT,
     Clock,
     export,
     make_maintenance,
@@ -35,7 +37,6 @@ from tests.kit.coordinator_kit import (
 )
 from tests.kit.crash import in_child, refuse
 
-KEPT = RetentionConfig(keep_last=2, free_space_floor_gb=0)
 PROGRESS = Progress("the learner", 3, {"reward/mean": [0.5]}, ["train-000001-00 a0: engine"])
 
 
@@ -209,9 +210,7 @@ def test_a_coordinator_that_was_frozen_deletes_and_ends_nothing(run, clock):
         show(run, "inference-1-00000001", role="inference", reading="v000002-i00")
 
     mode = Frozen(go_on)
-    coordinator = Coordinator(
-        run, make_maintenance(run, clock, retention=KEPT), lambda: mode, CoordinatorConfig(), {}
-    )
+    coordinator = Coordinator(run, make_maintenance(run, clock, retention=KEPT), lambda: mode, 1.0, {})
     assert not coordinator.iterate()
     assert len(atomic.names(run.weights)) == 6
     assert not run.finished.exists()
@@ -230,7 +229,7 @@ def test_a_coordinator_that_was_frozen_reads_the_run_again(run, clock, asleep_s,
         modes[-1].iterate(None)
         return modes[-1]
 
-    coordinator = Coordinator(run, make_maintenance(run, clock), build, CoordinatorConfig(), {})
+    coordinator = Coordinator(run, make_maintenance(run, clock), build, 1.0, {})
     for _ in range(2):
         assert not coordinator.iterate()
         clock.now += asleep_s
@@ -248,7 +247,7 @@ def test_a_coordinator_whose_iterations_are_slow_reports_and_finishes(run, clock
             clock.now += 121.0
             return replace(PROGRESS, waits_for="" if Slow.rounds > 3 else "results")
 
-    coordinator = Coordinator(run, make_maintenance(run, clock), Slow, CoordinatorConfig(wait_s=3600.0), {})
+    coordinator = Coordinator(run, make_maintenance(run, clock), Slow, 1.0, {})
     for step in range(6):
         export(run, WeightVersion(step=step))
     assert not coordinator.iterate()
@@ -361,7 +360,7 @@ def test_status_tells_the_silent_from_the_living_and_the_oldest_message(run, clo
 
 
 def test_too_little_space_is_said(run):
-    maintenance = make_maintenance(run, retention=RetentionConfig(free_space_floor_gb=1e9))
+    maintenance = make_maintenance(run, retention=varied(RetentionConfig, free_space_floor_gb=1e9)())
     maintenance.publish(maintenance.snapshot(), PROGRESS, {}, 5.0)
     assert "too little free space" in atomic.get(run.status, StatusReport).errors[0]
 
@@ -385,7 +384,7 @@ def test_newer_weights_are_listed_before_anything_is_requested_of_them(run):
             found.append((snapshot.newest, atomic.get(run.endpoints, EndpointTable).newest))
             return PROGRESS
 
-    coordinator = Coordinator(run, maintenance, Looking, CoordinatorConfig(), {})
+    coordinator = Coordinator(run, maintenance, Looking, 1.0, {})
     coordinator.iterate()
     export(run, WeightVersion(incarnation=1, step=1))
     coordinator.iterate()

@@ -28,7 +28,7 @@ from hpc_swe.base.store import atomic, evals
 from hpc_swe.base.store.evals import Attempt
 from hpc_swe.base.store.lease import Lease
 from hpc_swe.base.store.spool import Spool
-from hpc_swe.config.settings import CoordinatorConfig, GroupsConfig, SupervisionConfig
+from hpc_swe.config.settings import WAIT_S, GroupsConfig, SupervisionConfig
 from hpc_swe.roles.coordinator import sft
 from hpc_swe.roles.coordinator.batching import batches
 from hpc_swe.roles.coordinator.evaluation import Evaluating, Evaluator, summary
@@ -52,7 +52,7 @@ from tests.kit.coordinator_kit import (
 )
 from tests.kit.waiting import DEADLINE_S, until
 
-TABLE = CoordinatorConfig(poll_s=0.01, wait_s=100.0)
+POLL_S = 0.01
 
 
 @pytest.fixture
@@ -291,7 +291,7 @@ def test_a_demonstration_is_cut_at_a_turn_or_left_out_and_counted(run):
 
 def coordinator(run, mode, clock=None, supervision=None, **desired):
     desired = {"learner": 1, **desired}
-    return Coordinator(run, make_maintenance(run, clock), mode, TABLE, desired, supervision)
+    return Coordinator(run, make_maintenance(run, clock), mode, POLL_S, desired, supervision)
 
 
 def test_a_coordinator_works_to_the_end_and_says_so(run):
@@ -330,7 +330,7 @@ def test_after_a_drain_engines_are_listed_until_rollout_workers_end(run):
     atomic.put(run.node(engine.owner), engine)
     run.drain.touch()
     kept = make_maintenance(run, time.monotonic, ttl_s=2 * DEADLINE_S)
-    thread = threading.Thread(target=Coordinator(run, kept, None, TABLE, {"learner": 1}, None).work)
+    thread = threading.Thread(target=Coordinator(run, kept, None, POLL_S, {"learner": 1}, None).work)
     thread.start()
     until(lambda: _listed(run) == [WeightVersion()])
     later = WeightVersion(incarnation=1, step=1)
@@ -382,9 +382,9 @@ def test_nothing_moving_among_the_living_is_an_error_that_says_for_what(run, stu
     assert made.iterate() is False  # nobody lives: only time can tell
     node = Node(owner="rollout-1-00000001", role="rollout", beat=1, host="h", pid=1)
     atomic.put(run.node(node.owner), node)
-    clock.now += 60.0 + stuck_s
+    clock.now += 0.6 * WAIT_S + stuck_s
     assert made.iterate() is False
-    clock.now += 60.0
+    clock.now += 0.6 * WAIT_S
     with pytest.raises(DeadlineError, match="results of train-000000-00.*alive: rollout-1-00000001"):
         made.iterate()
 

@@ -5,11 +5,10 @@ from msgspec.structs import replace
 
 from hpc_swe.base.store import atomic, weights
 from hpc_swe.base.store.stop_signs import SignRecord
-from hpc_swe.config.settings import RetentionConfig
 from hpc_swe.roles.coordinator.batching import batches
 from hpc_swe.roles.coordinator.evaluation import due
 from hpc_swe.roles.coordinator.selection import EvalRate, select
-from tests.kit.coordinator_kit import HELD_OUT, learn, make_maintenance, reward, rundir, training, work
+from tests.kit.coordinator_kit import HELD_OUT, KEPT, learn, make_maintenance, reward, rundir, training, work
 
 
 @pytest.mark.parametrize(
@@ -47,7 +46,7 @@ def test_a_round_begins_with_the_weights_of_its_step_or_not(newest, every, expor
 def test_a_slow_evaluation_keeps_the_weights_of_one_round_and_no_more(tmp_path):
     """Of 20 rounds, those that are due meanwhile are left out, and nobody waits for their weights."""
     run = rundir(tmp_path)
-    maintenance = make_maintenance(run, retention=RetentionConfig(keep_last=2, free_space_floor_gb=0))
+    maintenance = make_maintenance(run, retention=KEPT)
     mode = training(run, **OPTIONS)
     for _ in range(20):
         snapshot = maintenance.snapshot()
@@ -110,7 +109,7 @@ OPTIONS = {"every": 1, "eval_tasks": ("x", "y"), "steps": STEPS}
 
 
 def train(run, patience, best):
-    maintenance = make_maintenance(run, retention=RetentionConfig(keep_last=2, free_space_floor_gb=0))
+    maintenance = make_maintenance(run, retention=KEPT)
     mode = training(run, **OPTIONS)
     mode._evaluator.config = replace(HELD_OUT, patience=patience)
     for _ in range(300):

@@ -38,8 +38,7 @@ WORDS = [
     "sampling.max_tokens=20",
     "lease.beat_s=0.5",
     "lease.ttl_s=30.0",
-    "coordinator.poll_s=0.2",
-    "inference.poll_s=0.1",
+    "poll_s=0.1",
 ]
 
 

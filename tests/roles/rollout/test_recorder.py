@@ -17,6 +17,7 @@ from hpc_swe.base.errors import ConfigError, EngineError, SandboxError
 from hpc_swe.base.records import FREE, Message, Node, Sampling, ToolCall, WeightVersion, float_array, id_array
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic
+from hpc_swe.config.settings import RolloutConfig
 from hpc_swe.models.engines.base import Completion
 from hpc_swe.roles.coordinator.batching.samples import add_routing, make_samples
 from hpc_swe.roles.rollout.endpoints import Endpoints
@@ -115,9 +116,12 @@ def test_training_refuses_settings_that_the_logprobs_do_not_show(
     stage(run, builder, sampling=Sampling(**setting), split="eval")
 
 
-def test_turns_say_what_they_were_sampled_with(run: RunDir, builder: TokenBuilder) -> None:
+def test_turns_say_what_they_were_sampled_with(
+    run: RunDir, builder: TokenBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RolloutConfig, "min_tokens", 1)
     hot = Sampling(max_tokens=100, temperature=0.7)
-    on = stage(run, builder, sampling=hot, split="eval", context=120, min_tokens=1)
+    on = stage(run, builder, sampling=hot, split="eval", context=120)
     on.recorder(START)
     turn = on.recorder.close("")[0]
     assert turn.sampling == on.engine.calls[0].sampling
@@ -408,7 +412,7 @@ def test_a_history_rendered_afresh_is_what_a_served_model_would_see(run: RunDir,
 
 
 def test_a_full_context_is_no_failure(run: RunDir, builder: TokenBuilder) -> None:
-    on = stage(run, builder, context=150, min_tokens=16)
+    on = stage(run, builder, context=150)
     history = [*START, answer(on.recorder(START)), tool("x = 1\n" * 60)]
     with pytest.raises(ContextFull, match="context length 150; an answer needs 16"):
         on.recorder(history)

@@ -425,7 +425,7 @@ def await_done(run: RunDir, count: int) -> None:
 @pytest.mark.slow
 def test_jobs_that_cannot_live_end_the_command_with_the_reason(small):
     (small.folder / "replies.json").write_text("no JSON")
-    done = small.evaluate("max_restarts=0", "inference.max_restarts=0", "inference.start_timeout_s=5.0")
+    done = small.evaluate("max_restarts=0", "inference.start_timeout_s=5.0")
     assert done.returncode == DeadlineError.exit_code, done.stdout + done.stderr
     assert "inference: its last 3 submissions failed" in done.stderr
     assert control.alive(small.out, existing.load(small.out)) == []

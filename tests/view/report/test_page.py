@@ -78,9 +78,6 @@ def test_the_table_is_filtered_and_sorted(page):
     page.click("nav a", 1)
     shows(page, "episodes")
     assert page.ask("document.getElementById('count').textContent").startswith("44 of 44 episodes; 43")
-    heads = page.ask("[...document.querySelectorAll('th')].map(th => th.textContent)")
-    factors = page.ask(f"[...new Set({ROWS}.map(row => row.cells[{heads.index('factor')}].textContent))]")
-    assert sorted(factors) == ["", "1", "3"], "evaluations have none; a curriculum gave one group 3"
     page.press("/", *"EVAL")
     page.wait(f"{ROWS}.length === 4")
     assert page.ask("document.activeElement.id") == "text"

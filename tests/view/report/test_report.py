@@ -18,13 +18,13 @@ from hpc_swe.base.records import Batch, BatchManifest, ExitStatus, ScoredEpisode
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import folders
 from hpc_swe.base.store.spool import Spool
-from hpc_swe.config.settings import BatchesConfig, CurriculumConfig, GroupsConfig
+from hpc_swe.config.settings import BatchesConfig, GroupsConfig
 from hpc_swe.models.advantages.grpo import Grpo
 from hpc_swe.roles.coordinator import archive
 from hpc_swe.roles.coordinator.batching.batches import BatchSettings
 from hpc_swe.view.report import curves, episodes, pages
 from hpc_swe.view.report.__main__ import WholeEpisodes, write
-from hpc_swe.view.report.index import EpisodeRow, EpisodeTable
+from hpc_swe.view.report.index import EpisodeRow
 from hpc_swe.view.report.spelling import Speller
 from hpc_swe.view.report.training import BatchRule, Use
 from tests.kit.checkout import ROOT, environment
@@ -126,26 +126,21 @@ def test_each_curve_that_explains_what_is_trained_is_in_a_chart():
     assert [name for name in names if name not in shown and "*" not in name] == []
 
 
-@pytest.mark.parametrize("rest", [0, 2])
-def test_what_is_shown_as_trained_is_what_the_batches_hold(tmp_path, rest):
-    run, rule, compared, factors = rundir(tmp_path), BatchRule(SETTINGS), 0, set()
-    finish(run, steps=8, curriculum=CurriculumConfig(rest=rest, settled_after=1, reweight=True))
+def test_what_is_shown_as_trained_is_what_the_batches_hold(tmp_path):
+    run, rule, compared = rundir(tmp_path), BatchRule(SETTINGS), 0
+    finish(run, steps=8)
     for step in range(1, 8):
         manifest = folders.manifest(run.batch(step), BatchManifest)
         archived, shown = archive.read(run.archive(step)), []
-        rows = EpisodeTable(run.archive(step), "train").rows()
-        weights = {row.group_id: row.weight for row in rows}
-        factors |= {weights[group] for group in manifest.groups}
         for group in sorted({s.episode.request.group_id for s in archived}):
             members = [s for s in archived if s.episode.request.group_id == group]
-            uses = rule.uses(members, step, group in manifest.groups, weights[group])
+            uses = rule.uses(members, step, group in manifest.groups)
             for member, use in zip(members, uses, strict=True):
                 for played, mask in zip(member.episode.turns, use.masks, strict=bool(use.masks)):
                     shown += [(int(i), round(use.advantage, 4)) for i in played.completion[mask]]
         assert sorted(shown) == trained_tokens(run, step, manifest)
         compared += len(shown)
     assert compared > 10
-    assert factors == ({1.0, 3.0} if rest else {1.0})
 
 
 @pytest.mark.parametrize(

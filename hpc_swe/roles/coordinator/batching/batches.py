@@ -66,10 +66,10 @@ class BatchPlan:
     """State of the coordinator after the batch."""
 
 
-def decide(group: Group, step: int, settings: BatchSettings, weight: float = 1.0) -> GroupDecision:
+def decide(group: Group, step: int, settings: BatchSettings) -> GroupDecision:
     """Compute the advantages and samples of a group in batch `step`, and decide if it is trained.
 
-    The advantages are multiplied by `weight`. Penalties change them, but not whether the group has signal.
+    Penalties change the advantages, but not whether the group has signal.
 
     An episode that was too long is trained (``train``), counts for the baseline of its siblings only
     (``mask_loss``), or not at all (``drop_from_baseline``); an episode without a loss is in no denominator. A
@@ -85,7 +85,7 @@ def decide(group: Group, step: int, settings: BatchSettings, weight: float = 1.0
     episodes, has_signal = [], False
     for s, (by_reward, advantage) in zip(baseline, estimates, strict=True):
         if overlong == "train" or not s.episode.exit_status.is_overlong:
-            cut = make_samples(s.episode, weight * advantage, chains, step)
+            cut = make_samples(s.episode, advantage, chains, step)
             episodes.append(cut)
             has_signal |= cut.tokens > 0 and abs(by_reward) > NO_SIGNAL
     if any((c.staleness > limits.max_staleness).any() for c in episodes):
