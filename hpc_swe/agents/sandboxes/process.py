@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 class Process(Plugin, Sandboxes, frozen=True, kw_only=True):
     """Provide no isolation: the work directory is a temporary folder, and the task's image is ignored."""
 
+    scratch: ClassVar[str | None] = None  # folder for work directories; None is the system's
     threads: ClassVar[int] = 1  # of a numerical library, in each process of agents and graders
 
     def check(self) -> None:
@@ -62,7 +63,9 @@ class Process(Plugin, Sandboxes, frozen=True, kw_only=True):
         """Open a fresh folder with the task's files; `Task.absent` removes nothing from this machine."""
         _warn()
         with (
-            tempfile.TemporaryDirectory(prefix="hpc_swe.", ignore_cleanup_errors=True) as folder,
+            tempfile.TemporaryDirectory(
+                prefix="hpc_swe.", dir=self.scratch, ignore_cleanup_errors=True
+            ) as folder,
             closing(_Folder(folder, self)) as sandbox,
         ):
             add_files(sandbox, task.files, f"lay out the files of {task.task_id}")

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +16,7 @@ from hpc_swe.agents.sandboxes._program import WARM_UP, thread_variables
 from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.cluster.processes import with_variable
 from tests.kit.checkout import ROOT, environment
+from tests.kit.constants import varied
 from tests.kit.waiting import until
 
 
@@ -29,9 +29,8 @@ def test_it_says_once_and_loudly_that_it_isolates_nothing(task, caplog):
     assert [r.message.partition(":")[0] for r in caplog.records] == ["unisolated"]
 
 
-def test_commands_programs_and_files(task, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with Process().open(task) as sandbox:
+def test_commands_programs_and_files(task, tmp_path: Path):
+    with varied(Process, scratch=str(tmp_path))().open(task) as sandbox:
         assert sandbox.run("cat mod.py; echo err >&2; exit 3", 10).output == "x = 1\nerr\n"
         assert sandbox.run("exit 3", 10).exit_code == 3
         assert sandbox.run("kill -9 $$", 10).exit_code == 137
@@ -103,9 +102,8 @@ def test_a_reaper_that_its_command_has_stopped_is_killed(task):
         until(lambda: not Path(f"/proc/{result.output.strip()}").exists(), "the reaper's end")
 
 
-def test_a_command_is_started_again_when_the_interpreter_dies(task, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with Process().open(task) as sandbox, ThreadPoolExecutor() as pool:
+def test_a_command_is_started_again_when_the_interpreter_dies(task, tmp_path: Path):
+    with varied(Process, scratch=str(tmp_path))().open(task) as sandbox, ThreadPoolExecutor() as pool:
         long = pool.submit(sandbox.run, "while [ ! -e done ]; do sleep 0.1; done", 600)
         until(lambda: _below(tmp_path), "a command whose reaper goes on")
         interpreter = _interpreter._interpreters[os.getpid()]._process

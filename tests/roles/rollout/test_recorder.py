@@ -17,7 +17,6 @@ from hpc_swe.base.errors import ConfigError, EngineError, SandboxError
 from hpc_swe.base.records import FREE, Message, Node, Sampling, ToolCall, WeightVersion, float_array, id_array
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic
-from hpc_swe.config.settings import RolloutConfig
 from hpc_swe.models.engines.base import Completion
 from hpc_swe.roles.coordinator.batching.samples import add_routing, make_samples
 from hpc_swe.roles.rollout.endpoints import Endpoints
@@ -116,10 +115,7 @@ def test_training_refuses_settings_that_the_logprobs_do_not_show(
     stage(run, builder, sampling=Sampling(**setting), split="eval")
 
 
-def test_turns_say_what_they_were_sampled_with(
-    run: RunDir, builder: TokenBuilder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(RolloutConfig, "min_tokens", 1)
+def test_turns_say_what_they_were_sampled_with(run: RunDir, builder: TokenBuilder) -> None:
     hot = Sampling(max_tokens=100, temperature=0.7)
     on = stage(run, builder, sampling=hot, split="eval", context=120)
     on.recorder(START)
