@@ -32,11 +32,20 @@ is_root() { [ "$(id -u)" = 0 ]; }
 
 uses_uv() { [ "$kind" = gpu ] && command -v uv >/dev/null; }
 
-find_python() {
+choose_python() {
     for python in "${PYTHON:-/usr/bin/python3}" python3.12 python3.13 python3.11; do
         if "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then return 0; fi
         [ -z "${PYTHON:-}" ] || break
     done
+    return 1
+}
+
+find_python() {
+    choose_python && return 0
+    if [ ! -e /usr/bin/python3 ] && can_install && ! uses_uv; then # as in a small Debian or Ubuntu
+        add_packages python3-venv
+        choose_python && return 0
+    fi
     python='>=3.11,<3.14' # which uv fetches
     if [ -n "${PYTHON:-}" ] || ! uses_uv; then
         say "no Python of 3.11 to 3.13 in ${PYTHON:-/usr/bin/python3 and PATH}; name one with PYTHON=/path/to/python3"
@@ -56,13 +65,19 @@ install_packages() {
     local missing
     missing=$(missing_packages | xargs)
     [ -n "$missing" ] || return 0
-    if ! is_root || ! command -v apt-get >/dev/null; then
+    if ! can_install; then
         say "this machine lacks: $missing. Ask its administrator to run: apt-get install $missing"
         exit 1
     fi
-    say "installing $missing"
     # shellcheck disable=SC2086
-    apt_install $missing >/dev/null 2>&1 || { apt-get update -qq && apt_install $missing >/dev/null; }
+    add_packages $missing
+}
+
+can_install() { is_root && command -v apt-get >/dev/null; }
+
+add_packages() {
+    say "installing $*"
+    apt_install "$@" >/dev/null 2>&1 || { apt-get update -qq && apt_install "$@" >/dev/null; }
 }
 
 apt_install() {
