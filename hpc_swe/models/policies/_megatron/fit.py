@@ -5,7 +5,6 @@ import logging
 import torch
 from msgspec.structs import replace
 
-from hpc_swe.base.errors import ConfigError
 from hpc_swe.models.costs import GIB
 from hpc_swe.models.model_shape import ModelShape
 from hpc_swe.models.policies._megatron import memory
@@ -22,14 +21,14 @@ def choose_recompute(
     """Return the settings with a value in place of recompute = "auto", the same on all ranks.
 
     The GPU with the least free memory decides. Call it before anything is on the GPUs; a CPU recomputes
-    nothing. Raise ConfigError if the length of microbatches is not known.
+    nothing, and where the length of microbatches is unknown backward recomputes all.
     """
     if settings.recompute != "auto":
         return settings
     if not settings.gpus:
         return replace(settings, recompute="none")
     if not needs.tokens:
-        raise ConfigError("[policy] recompute = 'auto' needs to know the length of microbatches")
+        return replace(settings, recompute="full")
     free = min(ranks.gather(float(torch.cuda.mem_get_info()[0])))
     data_parallel = ranks.size // settings.processes
     level = memory.cheapest_recompute(shape, settings, data_parallel, needs, free)
