@@ -16,6 +16,7 @@ from hpc_swe.base.errors import HpcSweError, StorageError
 INTERRUPTED, BROKEN_PIPE = 130, 141  # the exit codes that shells use
 WIDEST = 100
 CONFIG = "TOML files, merged left to right, and overrides such as steps=10"
+SAMPLE = "take so many of the tasks, selected by their ids: every command with --sample takes the same ones"
 FULL = "free space there, or name another folder"
 OTHER = "name another path"
 FOREIGN = "name a folder of your own; `ls -ld` shows whose it is"

@@ -23,15 +23,15 @@ from hpc_swe.makers.images.store import ImageStore, Problem
 from hpc_swe.tasks import task_checks
 
 
-def wanted(config: RunConfig) -> tuple[ImageSandboxes, list[list[Problem]]]:
-    """Return the run's sandboxes, and the problems of each image.
+def wanted(config: RunConfig, count: int | None = None) -> tuple[ImageSandboxes, list[list[Problem]]]:
+    """Return the run's sandboxes, and the problems of each image; with `count` of a sample of the tasks.
 
     Raise what `task_checks.require_one_source` does.
     """
     taskset, sandbox = config.taskset, config.sandbox
     if isinstance(sandbox, ImageSandboxes):
         taken = chain.from_iterable(config.tasks.take(taskset).values())
-        tasks = {task.task_id: task for task in taken if task.base_commit}.values()
+        tasks = task_checks.sample({task.task_id: task for task in taken if task.base_commit}.values(), count)
         task_checks.require_one_source(tasks)
         references = taskset.references(tasks)
         images: dict[str, list[Problem]] = {}
@@ -121,6 +121,7 @@ def main() -> int:
     parser.add_argument("config", nargs="+", help=cli.CONFIG)
     jobs, count = min(4, os.cpu_count() or 1), cli.number(int, 1)
     parser.add_argument("--jobs", type=count, default=jobs, help="build so many images at a time")
+    parser.add_argument("--sample", type=count, metavar="N", help=cli.SAMPLE)
     parser.add_argument("--keep-leaks", action="store_true", help="build images that show the solution, too")
     pulled = parser.add_argument_group("images from existing ones")
     pulled.add_argument(
@@ -135,7 +136,7 @@ def main() -> int:
     )
     add_recipe(parser)
     arguments = cli.parse(parser)
-    sandbox, images = wanted(configuration.from_words(arguments.config))
+    sandbox, images = wanted(configuration.from_words(arguments.config), arguments.sample)
     store = ImageStore(Path(sandbox.images), arguments.keep_leaks)
     source = _source(arguments, sandbox)
     with store.locked():

@@ -23,12 +23,13 @@ import msgspec
 from rich.table import Table
 
 from hpc_swe.agents.sandboxes.base import ImageSandboxes, Sandboxes, WatchedSandboxes
-from hpc_swe.base import cli, loader, tables
+from hpc_swe.base import cli, intervals, loader, tables
 from hpc_swe.base.errors import ConfigError, EpisodeError, boundary
 from hpc_swe.base.records import Score, Task
 from hpc_swe.base.tables import bars, console, say
 from hpc_swe.config import config as configuration
 from hpc_swe.config.settings import RunConfig
+from hpc_swe.launch.view import duration
 from hpc_swe.tasks import task_checks
 from hpc_swe.tasks.graders.base import Grader, Inspection
 from hpc_swe.tasks.hidden_tests import Version, with_unsealed
@@ -62,7 +63,7 @@ class Checker:
         versions: list[Version] = []
         unchanged = ""
         seen: Inspection | None = None
-        asked = task
+        asked, began = task, time.monotonic()
         try:
             with boundary(EpisodeError, "inspect the tests"):
                 seen = self.grader.inspect(task, reference, self.sandboxes)
@@ -97,6 +98,7 @@ class Checker:
             gold=[score.outcome for score in gold],
             empty=[score.outcome for score in empty],
             seconds=_medians(seconds),
+            spent_s=round(time.monotonic() - began, 3),
             changed_tests=versions,
             unchanged=unchanged,
         )
@@ -295,6 +297,27 @@ def _sums(verdicts: Sequence[TaskCheck]) -> Iterator[str]:
         yield f"a grading costs {median(over):.2f} s beyond the bare tests, at most {max(over):.2f} s"
 
 
+def projected(
+    checks: Sequence[TaskCheck], tasks: Sequence[Task], jobs: int, images: Path | None
+) -> Iterator[str]:
+    """Yield what the checks of a sample say about all tasks: the share to use, the faults, and the cost."""
+    share = intervals.solve_rate({one.task_id: [float(one.verdict in TAKEN)] for one in checks})
+    kinds = Counter(one.verdict for one in checks if one.verdict not in TAKEN)
+    faults = ", ".join(f"{count / len(checks):.0%} {kind}" for kind, count in kinds.most_common())
+    yield (
+        f"sample: {share.mean:.0%} of {len(checks)} tasks can be used, so {share.low:.0%} to "
+        f"{share.high:.0%} of all {len(tasks)}; not used: {faults or 'none'}"
+    )
+    if spent := [one.spent_s for one in checks if one.spent_s]:
+        whole_s = sum(spent) / len(spent) * len(tasks) / jobs
+        yield f"to check all {len(tasks)} with --jobs {jobs} takes about {duration(whole_s)}"
+    files = [images / f"{name}.sif" for name in {one.image for one in checks}] if images else []
+    if sizes := [file.stat().st_size for file in files if file.exists()]:
+        count = len({task.image for task in tasks})
+        whole = sum(sizes) / len(sizes) * count
+        yield f"all {count} images take about {whole / 1e9:.1f} GB, by the {len(sizes)} that are there"
+
+
 @cli.command
 def main() -> int:
     """Check the tasks that the command line names."""
@@ -309,14 +332,20 @@ def main() -> int:
     count, often = cli.number(int, 1), "grade the reference, and an empty change, so many times each"
     parser.add_argument("--runs", type=count, default=3, help=often)
     parser.add_argument("--jobs", type=count, default=1, help="check so many tasks at a time")
+    sampled = "; also say what they show of all tasks"
+    parser.add_argument("--sample", type=count, metavar="N", help=cli.SAMPLE + sampled)
     arguments = cli.parse(parser)
     config = configuration.from_words(arguments.config)
-    tasks, references = wanted(config)
+    found, references = wanted(config)
+    tasks = task_checks.sample(found, arguments.sample)
     config.sandbox.check()
     images = Path(config.sandbox.images) if isinstance(config.sandbox, ImageSandboxes) else None
     checker = Checker(config.grader, WatchedSandboxes(config.sandbox), arguments.runs, images)
     checks = run(checker, tasks, references, arguments.out, arguments.jobs)
     _show(checks, arguments.out)
+    if arguments.sample and checks:
+        for line in projected(checks, found, arguments.jobs, images):
+            say(line)
     return 0 if any(each.verdict in TAKEN for each in checks) else 1
 
 

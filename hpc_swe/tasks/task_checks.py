@@ -51,6 +51,8 @@ class TaskCheck(msgspec.Struct, frozen=True, kw_only=True):
     """Outcome of each run of the empty patch."""
     seconds: Seconds | None = None
     """None if no run came to its end."""
+    spent_s: float = 0.0
+    """Seconds that all runs of the check took; 0 is unknown."""
     assertions: int = 0
     """Assertions of the tests that judge the task, where the grader can seal some."""
     sealed: int = 0
@@ -130,6 +132,13 @@ def require_images(path: str, tasks: Iterable[Task], images: Path) -> None:
                 f"{task.task_id}: {images / task.image} is another image than taskset.checked = "
                 f"{path!r} is of: run python -m hpc_swe.check CONFIG --out {path}"
             )
+
+
+def sample(tasks: Iterable[Task], count: int | None) -> list[Task]:
+    """Return so many tasks, by their ids alone, so that a larger sample holds a smaller one; None is all."""
+    if count is None:
+        return list(tasks)
+    return sorted(tasks, key=lambda task: hashlib.sha256(task.task_id.encode()).digest())[:count]
 
 
 def require_one_source(tasks: Iterable[Task]) -> None:

@@ -155,6 +155,7 @@ RULES = (
     (r"(?:PYTHONPATH=\S+ )?(?:python -m )?tests[./].*|python -m hpc_swe\.demo .*", LOOKED_UP, MINUTES),
     (r"python -m hpc_swe\.launch start .*inference\.url.*", LOOKED_UP, "needs an engine"),
     (r"python -m hpc_swe\.launch start .*executor\.runtime.*", LOOKED_UP, "needs a packed environment"),
+    (r"containers/build_python\.sh", RUN, r"\g<0>"),
     (r"containers/build_runtime\.sh .*", LOOKED_UP, MINUTES),
     (
         r"python -m hpc_swe\.launch (?:start )?\.\.\..*|python -m (?:hpc_swe|jobs)\.[\w.]+",

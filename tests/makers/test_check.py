@@ -24,7 +24,7 @@ from hpc_swe.config import config as configuration
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.launch import control
 from hpc_swe.makers import mine_history
-from hpc_swe.makers.check import Checker, judged, run, wanted
+from hpc_swe.makers.check import Checker, judged, projected, run, wanted
 from hpc_swe.tasks import task_checks
 from hpc_swe.tasks.graders._changed_tests import retest
 from hpc_swe.tasks.graders.pytest import Pytest
@@ -302,6 +302,27 @@ def test_no_changed_test_is_where_a_rollout_worker_looks(tmp_path, caplog):
         found = retest.regrade(held, retest.plan(held, 1), None, lambda _: lie)
         assert found[0] == finding
     assert "1 of 2 tasks have no retest" in caplog.text
+
+
+def test_a_sample_is_the_same_for_all_and_says_what_the_whole_costs(tmp_path):
+    config = configuration.read(ROOT / "configs/demo.toml", overrides=["tasks.train=40", "tasks.eval=0"])
+    found, _ = wanted(config)
+    few, more = (task_checks.sample(found, count) for count in (4, 10))
+    assert (few, len(more)) == (more[:4], 10)
+    assert task_checks.sample(reversed(found), 10) == more != found[:10], "no first ones of a sorted file"
+    (tmp_path / f"{found[0].image}.sif").write_bytes(bytes(2_000_000))
+    digests = {"image": found[0].image, "image_digest": "", "settings": ""}
+    kinds = ["usable", "unproven", "gold_fails", "usable"]
+    checks = [
+        task_checks.TaskCheck(task_id=task.task_id, verdict=kind, spent_s=90.0, **digests)
+        for task, kind in zip(few, kinds, strict=True)
+    ]
+    share, time_s, size = projected(checks, found, 2, tmp_path)
+    assert share.startswith(
+        "sample: 75% of 4 tasks can be used, so 25% to 100% of all 40; not used: 25% gold_fails"
+    )
+    assert time_s == "to check all 40 with --jobs 2 takes about 30 min"
+    assert size == "all 1 images take about 0.0 GB, by the 1 that are there"
 
 
 def test_our_own_tasks_are_checked_and_those_without_references_refused():

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -15,6 +16,7 @@ from hpc_swe.agents.sandboxes.base import ImageSandboxes, Sandbox
 from hpc_swe.agents.sif import squashfs_offset
 from hpc_swe.base.errors import ConfigError, EpisodeError, HpcSweError, boundary
 from hpc_swe.base.records import Task
+from hpc_swe.base.tables import say
 from hpc_swe.makers.images import links
 from hpc_swe.makers.images.commands import remove, run
 from hpc_swe.makers.images.repository import restage, stage
@@ -30,7 +32,13 @@ _TRIAL_S = 120.0
 _INCOMPLETE = 2  # exit code of unsquashfs that cannot make devices, which no sandbox takes from its image
 _SET_UP_S = 1800.0
 _MADE = ".git/made"
+_LIMITED = re.compile(r"\b429\b|toomanyrequests|too many requests|rate limit", re.IGNORECASE)
+_LIMIT_S, _LONGEST_WAIT_S = 7 * 3600.0, 1800.0  # registries count the pulls of about six hours
+_LOGIN = "a login raises the limit: set APPTAINER_DOCKER_USERNAME and APPTAINER_DOCKER_PASSWORD"
 _CHECK_VERSION = "import sys; sys.exit(sys.version_info < (3, 10))"
+_HOST_PYTHON = (
+    "for images without one run containers/build_python.sh and add configs/sandboxes/host_python.toml"
+)
 _environment_lock = threading.Lock()
 
 
@@ -121,6 +129,8 @@ class Pulled:
     a registry, with its tag."""
     sandbox: ImageSandboxes
     """Sandboxes that must be able to open the image."""
+    wait_s: float = 60.0
+    """Seconds before the second pull where a registry limits them; each further wait is twice as long."""
 
     def __post_init__(self) -> None:
         unknown = set(re.findall(r"\{(.*?)\}", self.template)) - {"image", "reference"}
@@ -171,9 +181,24 @@ class Pulled:
                 options = ("-quiet", "-no-progress", "-no-xattrs", "-offset", str(offset), "-dest", str(tree))
                 run("unsquashfs", *options, str(file), ok=(0, _INCOMPLETE))
                 run("chmod", "-R", "u+rwX", str(tree))
-                return
+                return None
         cache = ["--disable-cache"] if file else []
-        apptainer("build", "--fix-perms", *cache, "--sandbox", str(tree), self.origin(task), work=work)
+        words = ("build", "--fix-perms", *cache, "--sandbox", str(tree), self.origin(task))
+        wait_s, deadline = self.wait_s, time.monotonic() + _LIMIT_S
+        while True:
+            try:
+                return apptainer(*words, work=work)
+            except HpcSweError as error:
+                if file or not _LIMITED.search(str(error)):
+                    raise
+                if time.monotonic() + wait_s > deadline:
+                    raise HpcSweError(
+                        f"{self.origin(task)}: the registry still limits pulls; {_LOGIN}"
+                    ) from None
+            say(f"{task.image}: the registry limits pulls; the next one is in {wait_s:.0f} s; {_LOGIN}")
+            remove(tree)
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
     def _file(self, task: Task) -> Path | None:
         origin = self.origin(task)
@@ -186,10 +211,10 @@ class Pulled:
                 version = sandbox.python(_CHECK_VERSION, _TRIAL_S)
                 status = sandbox.run("git rev-parse --verify HEAD && git status --porcelain -uno", _TRIAL_S)
         except EpisodeError as error:
-            remedy = "it needs Python 3.10 or newer, by the name that [sandbox] python gives"
+            remedy = f"it needs Python 3.10 or newer, by the name that [sandbox] python gives; {_HOST_PYTHON}"
             raise HpcSweError(f"the image does not open as a sandbox; {remedy}: {error}") from None
         if version.exit_code:
-            raise HpcSweError("the image's python3 is older than 3.10: name another as [sandbox] python")
+            raise HpcSweError(f"the image's python3 is older than 3.10; {_HOST_PYTHON}")
         if status.exit_code or len(status.output.split()) > 1:
             raise HpcSweError(f"git in the image does not see a clean {task.workdir}: {status.output[-500:]}")
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hpc_swe.agents.sandboxes.apptainer import Apptainer
@@ -184,3 +186,67 @@ def test_what_is_filled_in_and_what_is_not_there_is_said(repository, tmp_path):
     assert source.origin(toy) == "docker://host/me/sweb.eval.x86_64.toy_1776_unittest-1:v1"
     with pytest.raises(HpcSweError, match=r"nowhere\.tar: No such file"):
         ImageStore(tmp_path).build(Pulled("docker-archive:nowhere.tar", Apptainer()), Problem(toy, gold()))
+
+
+def test_a_pull_that_a_registry_limits_is_tried_again_and_no_other(tmp_path, monkeypatch, capsys):
+    """The program that pulls is one of ours: it is refused twice, and then makes the folder."""
+    tried = tmp_path / "tried"
+    program = tmp_path / "bin/apptainer"
+    program.parent.mkdir()
+    program.write_text(f"""#!/bin/sh
+echo once >> {tried}
+if [ "$(wc -l < {tried})" -le 2 ]; then echo "FATAL: $REFUSAL" >&2; exit 255; fi
+while [ "$1" != --sandbox ]; do shift; done
+mkdir "$2"
+""")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv(
+        "REFUSAL", "429 Too Many Requests: toomanyrequests: You have reached your pull rate limit"
+    )
+    toy = task(tmp_path, "unittest", "0" * 40)
+    source = Pulled("docker://host/{reference}", Apptainer(), wait_s=0.1)
+    with pytest.raises(HpcSweError, match="has no git repository in /testbed"):
+        source.lay_out(toy, (), tmp_path)
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.count("the registry limits pulls; the next one is in 0 s; a login raises the limit") == 2
+    tried.unlink()
+    (tmp_path / "tree").rmdir()
+    monkeypatch.setenv("REFUSAL", "404 manifest unknown")
+    with pytest.raises(HpcSweError, match="manifest unknown"):
+        source.lay_out(toy, (), tmp_path)
+    assert tried.read_text() == "once\n"
+
+
+def bare_image(folder: Path) -> Path:
+    """An image with a shell and a few programs of this machine, and with no Python."""
+    programs = [shutil.which(name) or name for name in ("sh", "bash", "cat", "env", "mkdir", "rm", "git")]
+    linked = "".join(subprocess.check_output(["ldd", name], text=True) for name in programs)
+    for path in [*programs, *set(re.findall(r"/\S+", linked))]:
+        to = folder / path.lstrip("/")
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, to)
+    for name in ("tmp", "proc", "sys", "dev", "etc", "root", "home", "opt", "mnt", "usr/bin", "var/tmp"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    if not (folder / "bin").exists():
+        (folder / "bin").symlink_to("usr/bin")
+    return folder
+
+
+@slow
+def test_an_image_without_python_works_by_the_kit_that_a_command_makes(tmp_path):
+    if shutil.which("apptainer") is None:
+        pytest.skip("Apptainer is missing: make setup")
+    kit, python = tmp_path / "kit", "/opt/host-python/bin/python3"
+    done = run([str(ROOT / "containers/build_python.sh"), str(kit)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    bare = bare_image(tmp_path / "images/bare")
+    toy = msgspec.structs.replace(task(tmp_path, "unittest", "0" * 40), image="bare", base_commit="")
+    with pytest.raises(HpcSweError), Apptainer(images=str(bare.parent)).open(toy):
+        pass
+    sandboxes = Apptainer(images=str(bare.parent), mounts=(f"{kit}:/opt/host-python",), python=python)
+    with sandboxes.open(toy) as sandbox:
+        assert sandbox.run("command -v python3 || echo none", 60).output == "none\n"
+        sandbox.write("a.txt", b"text")
+        assert sandbox.read("a.txt") == b"text"
+        assert sandbox.python("import json, sys; print(json.dumps(sys.version_info[:2]))", 60).exit_code == 0
