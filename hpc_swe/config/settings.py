@@ -208,7 +208,7 @@ class EvalConfig(Record, frozen=True, kw_only=True):
     every: Natural = 0
     """Steps between two evaluations, a multiple of `learner.export_every`; 0 is never."""
     samples: Positive = 4
-    """Episodes per task and decoding."""
+    """Episodes per task and decoding; at temperature 0, where all would be alike, there is one."""
     tasks: Natural = 0
     """Number of held-out tasks; 0 is all."""
     decodings: dict[str, Sampling] = {}
@@ -216,6 +216,12 @@ class EvalConfig(Record, frozen=True, kw_only=True):
     says which weights are best."""
     patience: Natural = 0
     """Training ends after so many evaluations in a row without a better one; 0 never ends it early."""
+
+    @property
+    def attempts(self) -> list[tuple[str, int]]:
+        """Return the attempts at each task: the label of the decoding, and the number of the sample."""
+        counts = {label: self.samples if each.temperature else 1 for label, each in self.decodings.items()}
+        return [(label, sample) for label, count in counts.items() for sample in range(count)]
 
 
 class SftConfig(Record, frozen=True, kw_only=True):

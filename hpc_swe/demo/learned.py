@@ -30,7 +30,7 @@ class ModelResult:
     steps: int = 0
     gpu_hours: float = 0.0
     """Of its training."""
-    attempts: dict[str, Sequence[Attempt]] = field(default_factory=dict)
+    attempts: dict[str, list[Attempt]] = field(default_factory=dict)
     """Decoding -> the attempts of its evaluation."""
 
     @property

@@ -38,7 +38,7 @@ from hpc_swe.launch import checks, control, existing, trajectories
 from hpc_swe.view.evaluation import results, start
 
 DECODINGS = {"sampled": 1.0, "greedy": 0.0}
-"""Label -> temperature; other settings are those of [sampling]. Greedy answers are sampled once."""
+"""Label -> temperature; other settings are those of [sampling]."""
 CONTROLS = ("shuffled", "rejection")
 SHARES = {"train": 0.8, "eval": 0.1}
 """Of the tasks that make_bugs makes."""
@@ -182,28 +182,23 @@ class Repair:
             return rows
         if not chosen.exists():
             count = self.config().tasks.train
-            run = self.evaluation("rate", self.model, "sampled", self.rate, rows, f"tasks.eval={count}")
+            own = [f"tasks.eval={count}", "tasks.eval_from=0"]
+            run = self.evaluation("rate", self.model, rows, *own, samples=self.rate, decodings=("sampled",))
             self._call("select_rows", str(run.root), str(rows), f"--out={chosen}")
         return chosen
 
     def evaluation(
-        self, name: str, model: Path, decoding: str, samples: int, rows: Path, *words: str
+        self, name: str, model: Path, rows: Path, *words: str, samples: int, decodings: Sequence[str]
     ) -> RunDir:
-        """Evaluate a model on the held-out tasks, or on the first of other rows; return the run."""
-        run = self.stage(name, self.config_of_evaluation(model, decoding, samples, rows, *words))
+        """Evaluate a model on rows; return the run."""
+        own = [f"taskset.eval={_text(rows)}", f"eval.samples={samples}", *start.OWN, *words]
+        config = self.config(*own, *start.without_routing(self.config(*own, model=model)), model=model)
+        longest = config.sampling.max_tokens
+        made = {name: Sampling(temperature=DECODINGS[name], max_tokens=longest) for name in decodings}
+        run = self.stage(name, replace(config, eval=replace(config.eval, decodings=made)))
         if not run.summary.exists():
             results.write(run, existing.load(run))
         return run
-
-    def config_of_evaluation(
-        self, model: Path, decoding: str, samples: int, rows: Path, *words: str
-    ) -> RunConfig:
-        """Return the configuration of an evaluation."""
-        others = [f"taskset.eval={_text(rows)}", *(["tasks.eval_from=0"] if words else []), *words]
-        own = [*others, f"eval.samples={samples}", *start.OWN]
-        config = self.config(*own, *start.without_routing(self.config(*own, model=model)), model=model)
-        sampling = Sampling(temperature=DECODINGS[decoding], max_tokens=config.sampling.max_tokens)
-        return replace(config, eval=replace(config.eval, decodings={decoding: sampling}))
 
     def train(self, kind: str, rows: Path) -> RunDir:
         """Train the model with GRPO, or with a control instead; return the run."""
@@ -228,9 +223,7 @@ class Repair:
 
     def evaluate(self, name: str, model: Path, rows: Path) -> None:
         """Evaluate a model on the held-out tasks, in both decodings."""
-        for label, temperature in DECODINGS.items():
-            samples = self.samples if temperature else 1
-            self.evaluation(f"evals/{name}-{label}", model, label, samples, rows)
+        self.evaluation(f"evals/{name}", model, rows, samples=self.samples, decodings=[*DECODINGS])
 
     def measured(self) -> list[ModelResult]:
         """Return what is known about each model whose evaluations are done, the base model first."""
@@ -242,11 +235,10 @@ class Repair:
             hours = Clock(self._spent(run.root.name)).spent.gpu_seconds / 3600
             found.append((ModelResult(run.root.name, version.step, hours), f"{run.root.name}-{version.name}"))
         for one, name in found:
-            for label in DECODINGS:
-                path = RunDir(self.root / f"evals/{name}-{label}").eval_table("eval")
-                if path.exists():
-                    one.attempts[label] = evals.read(path)
-        return [one for one, _ in found if one.attempts.keys() == DECODINGS.keys()]
+            path = RunDir(self.root / f"evals/{name}").eval_table("eval")
+            for attempt in evals.read(path) if path.exists() else []:
+                one.attempts.setdefault(attempt.sampling, []).append(attempt)
+        return [one for one, _ in found if one.attempts]
 
     def cost(self) -> str:
         """Say what all stages took together."""

@@ -310,7 +310,7 @@ def _episodes(config: RunConfig) -> list[Part]:
 
 def _evaluated(config: RunConfig) -> int:
     tasks = min(config.eval.tasks or config.tasks.eval, config.tasks.eval)
-    return tasks * config.eval.samples * len(config.eval.decodings)
+    return tasks * len(config.eval.attempts)
 
 
 def _tables(config: RunConfig, rounds: int) -> Part:

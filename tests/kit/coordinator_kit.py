@@ -52,7 +52,7 @@ TASKS = ("ant", "bee", "cat", "dog")
 ALIKE = CurriculumConfig()
 KEPT = varied(RetentionConfig, keep_last=2, free_space_floor_gb=0)()
 LIMITS = GroupsConfig(group_size=2, groups_per_step=2, max_staleness=1, straggler_s=100.0)
-HELD_OUT = EvalConfig(samples=2, decodings={"plain": Sampling(), "greedy": Sampling(temperature=0.0)})
+HELD_OUT = EvalConfig(samples=2, decodings={"plain": Sampling(), "cool": Sampling(temperature=0.5)})
 
 
 class Clock:

@@ -63,7 +63,8 @@ class Small:
             "rollout.slots=1",
             "reward.slots=2",
             "eval.samples=2",
-            "eval.decodings.greedy={temperature=0.0, max_tokens=300}",
+            # the one decoding of demo.toml, with two attempts at each task
+            "eval.decodings.greedy={temperature=0.5, max_tokens=300}",
             "poll_s=0.2",
             "lease={beat_s=0.5, ttl_s=20.0}",
         ]

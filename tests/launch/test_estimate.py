@@ -339,10 +339,10 @@ def test_the_best_weights_and_those_under_evaluation_are_counted(read, words, ve
 
 
 def test_run_that_only_evaluates_keeps_neither_weights_nor_batches(read):
-    only = "eval={samples=4, tasks=0, decodings={greedy={temperature=0.0}}}"
+    only = "eval={samples=4, tasks=0, decodings={plain={}, greedy={temperature=0.0}}}"
     found = parts(read("mode=eval", only))
     assert not {"weights/", "checkpoints/", "batches/", "archive/"} & set(found)
-    assert found["evals/"].bytes == 64 * 4 * 512 * estimate.EPISODE_TOKEN
+    assert found["evals/"].bytes == 64 * (4 + 1) * 512 * estimate.EPISODE_TOKEN
 
 
 @pytest.mark.slow

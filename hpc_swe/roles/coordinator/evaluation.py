@@ -91,10 +91,9 @@ class Evaluator:
         is_round = key[0] == "eval" and bool(self.tasks) and (step % self.every if self.every else step) == 0
         if not is_round or self.label(step) in self._done:
             return None
-        settings = [s for s in self.config.decodings.values() for _ in range(self.config.samples)]
         return [
-            request(self.seed, "eval", key[1], index, self.tasks[place], sampling)
-            for index, sampling in enumerate(settings)
+            request(self.seed, "eval", key[1], index, self.tasks[place], self.config.decodings[label])
+            for index, (label, _) in enumerate(self.config.attempts)
         ]
 
     def progress(self, ledger: Ledger) -> dict[str, list[float]]:
@@ -174,7 +173,7 @@ class Evaluator:
         return sorted({group // len(self.tasks) for split, group in ledger.groups if split == "eval"})
 
     def _request(self, keys: Sequence[Key], collector: ResultCollector, snapshot: RunSnapshot) -> None:
-        members = len(self.config.decodings) * self.config.samples
+        members = len(self.config.attempts)
         limit = max(members, snapshot.slots // SHARE) if self.every else OUTSTANDING
         groups = collector.ledger.groups
         taken = sum(m.state == "open" for key in keys if key in groups for m in groups[key].members)
@@ -184,7 +183,7 @@ class Evaluator:
                 taken += members
 
     def _write(self, step: int, groups: Sequence[Group]) -> None:
-        labels = [(label, n) for label in self.config.decodings for n in range(self.config.samples)]
+        labels = self.config.attempts
         rows = [_attempt(m, *labels[m.request.index]) for group in groups for m in group.members]
         table = self.run.eval_table(self.label(step))
         try:

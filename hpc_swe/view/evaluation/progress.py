@@ -112,4 +112,4 @@ def progress_of(view: RunView) -> EvaluationProgress:
 def episodes(run: RunDir, config: RunConfig) -> int:
     """Count the episodes of a whole evaluation."""
     held_out = tasks.read(run.tasks)["eval"][: config.eval.tasks or None]
-    return len(held_out) * len(config.eval.decodings) * config.eval.samples
+    return len(held_out) * len(config.eval.attempts)

@@ -1,6 +1,5 @@
 """Write the results of an evaluation as numbers and files, and compare two evaluations task by task."""
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -151,7 +150,7 @@ def _write_predictions(
     run: RunDir, config: RunConfig, attempts: Sequence[Attempt], known: dict[str, Task]
 ) -> None:
     """Write the patches as swebench reads them, and the benchmark's own report: one file per sample."""
-    for label, sample in itertools.product(config.eval.decodings, range(config.eval.samples)):
+    for label, sample in config.eval.attempts:
         found = [a for a in attempts if (a.sampling, a.sample) == (label, sample)]
         scores = [Score(outcome=a.outcome, reward=a.reward, passed=a.passed, failed=a.failed) for a in found]
         pairs = zip(found, scores, strict=True)

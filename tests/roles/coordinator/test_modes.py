@@ -28,7 +28,7 @@ from hpc_swe.base.store import atomic, evals
 from hpc_swe.base.store.evals import Attempt
 from hpc_swe.base.store.lease import Lease
 from hpc_swe.base.store.spool import Spool
-from hpc_swe.config.settings import WAIT_S, GroupsConfig, SupervisionConfig
+from hpc_swe.config.settings import WAIT_S, EvalConfig, GroupsConfig, SupervisionConfig
 from hpc_swe.roles.coordinator import sft
 from hpc_swe.roles.coordinator.batching import batches
 from hpc_swe.roles.coordinator.evaluation import Evaluating, Evaluator, summary
@@ -81,7 +81,7 @@ def test_an_evaluation_makes_one_table_of_all_samples_and_ends(run):
     assert mode.iterate(maintenance.snapshot()).waits_for == ""
     rows = table(run)
     assert [(r["task_id"], r["index"], r["sampling"]) for r in rows] == [
-        (task, index, "plain" if index < 2 else "greedy") for task in "xy" for index in range(4)
+        (task, index, "plain" if index < 2 else "cool") for task in "xy" for index in range(4)
     ]
     assert [r["outcome"] for r in rows] == ["resolved", *["unresolved"] * 3] * 2
     assert rows[0]["versions"] == [f"v0000{NEVER_OLD}-i00"]
@@ -106,10 +106,12 @@ def test_a_slower_coordinator_keeps_the_table_that_stands(run):
 
 
 def test_every_decoding_is_sampled_as_it_says(run):
-    evaluating(run).iterate(make_maintenance(run).snapshot())
+    """Greedy answers would all be alike, so there is one."""
+    config = EvalConfig(samples=2, decodings=HELD_OUT.decodings | {"greedy": Sampling(temperature=0.0)})
+    evaluating(run, config=config).iterate(make_maintenance(run).snapshot())
     asked = {c.name: c.message for c in Spool(run.requests, RolloutRequest).claims("w")}
-    assert [asked[f"eval-000001-0{i}"].sampling.temperature for i in range(4)] == [1, 1, 0, 0]
-    assert len({request.seed for request in asked.values()}) == 8
+    assert [asked[f"eval-000001-0{i}"].sampling.temperature for i in range(5)] == [1, 1, 0.5, 0.5, 0]
+    assert len({request.seed for request in asked.values()}) == len(asked) == 10
 
 
 def test_what_infrastructure_failed_is_retried_then_counted_as_failed(run):
