@@ -12,6 +12,7 @@ from hpc_swe.agents.sandboxes import _interpreter
 from hpc_swe.agents.sandboxes._descriptors import send_files
 
 NOBODY = 65534
+PYTHON = os.path.realpath(sys.executable)  # the link in .venv may lie below a home that nobody else enters
 USER = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
 
 
@@ -19,7 +20,7 @@ USER = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 
 def interpreter():
     """A warm interpreter of a user whose processes can be limited, and its socket."""
     channel, inner = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-I", "-c", _interpreter._PROGRAM]
+    command = [PYTHON, "-I", "-c", _interpreter._PROGRAM]
     with inner:
         process = subprocess.Popen(command, cwd="/", stdin=inner, env={"LANG": "C.UTF-8"}, **USER)
     channel.settimeout(120)
@@ -38,7 +39,7 @@ def limit(process, most):
         "last = resource.prlimit(number, kind)[1]\n"
         "resource.prlimit(number, kind, (last if most < 0 else most, last))"
     )
-    words = [sys.executable, "-I", "-c", program, str(process.pid), str(most)]
+    words = [PYTHON, "-I", "-c", program, str(process.pid), str(most)]
     subprocess.run(words, cwd="/", check=True, **USER)
 
 
