@@ -35,7 +35,10 @@ class Published:
 
 
 def columns(*without: str, **more: object) -> dict[str, Any]:
-    names = {"FAIL_TO_PASS": ["tests/test_plain.py::test_add[1]"], "PASS_TO_PASS": ["tests/test_plain.py::b"]}
+    names = {
+        "FAIL_TO_PASS": ["tests/test_plain.py::test_add[1]"],
+        "PASS_TO_PASS": ["tests/test_plain.py::test_double"],
+    }
     made = toy_row("pytest", BASE, instance_id="Acme__tool-12", repo="acme/tool", **names) | more
     return {name: value for name, value in made.items() if name not in without}
 
@@ -87,8 +90,8 @@ def _multilang() -> Published:
 
 def _pro() -> Published:
     names = {
-        "fail_to_pass": "['tests/test_plain.py::it[\\'s]']",
-        "pass_to_pass": "['tests/test_plain.py::b']",
+        "fail_to_pass": "['tests/test_plain.py::test_add[1]']",
+        "pass_to_pass": "['tests/test_plain.py::test_double']",
     }
     row = columns(
         "FAIL_TO_PASS", "PASS_TO_PASS", "version", **names, repo_language="python", interface="none"

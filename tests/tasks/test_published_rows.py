@@ -8,13 +8,14 @@ import pytest
 from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.makers.images.sources import Pulled
-from hpc_swe.makers.prepare import grouped, prepare
+from hpc_swe.makers.prepare import grouped, prepare, write
 from hpc_swe.tasks import task_checks
+from hpc_swe.tasks.graders.swebench import Swebench as Grader
 from hpc_swe.tasks.published_rows import SETS, read_row
 from hpc_swe.tasks.sets.swebench import Source, Swebench
 from hpc_swe.tasks.swebench_rows import END, START
-from tests.kit.published_rows import REFUSED, ROWS, columns
-from tests.kit.toy import write_rows
+from tests.kit.published_rows import BASE, REFUSED, ROWS, columns
+from tests.kit.toy import Checkout, gold, write_rows
 
 
 def load(folder, *rows, **more):
@@ -34,6 +35,26 @@ def test_a_published_row_says_its_image_its_folder_and_how_its_tests_run(tmp_pat
     assert (task.workdir, task.tests.extra["log_parser"]) == (wanted.workdir, wanted.parser)
     assert Pulled("docker://{reference}", Process()).origin(task) == f"docker://{wanted.reference}"
     assert (task.base_commit, "add subtracts" in task.prompt) == (columns()["base_commit"], True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("title", [name for name, one in ROWS.items() if one.command.endswith("_plain.py")])
+def test_a_published_row_is_prepared_read_again_and_judged(repository, tmp_path, title):
+    """The reference resolves it, and nothing does not, also after the row was written to a table."""
+    source, base = repository
+    given = {name: base if value == BASE else value for name, value in ROWS[title].row.items()}
+    rows, complaints = prepare([("rows: row 1", given)], None)
+    assert complaints == []
+    write(rows, tmp_path / "rows.parquet")
+    (task,) = Swebench(train=Source(rows=str(tmp_path / "rows.parquet"))).load("train")
+    assert [task] == load(tmp_path, given)
+    outcomes = [grade(task, text, Checkout(repository=str(source))) for text in (gold(), "")]
+    assert outcomes == ["resolved", "unresolved"]
+
+
+def grade(task, patch, sandboxes):
+    score = Grader(second_sittings=0).examine(task, patch, sandboxes)
+    return score.outcome if score.outcome in ("resolved", "unresolved") else score
 
 
 def test_every_set_has_a_row_that_shows_it():
