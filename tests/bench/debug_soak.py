@@ -1,15 +1,11 @@
-"""Debug in a thousand episodes, end a hundred of them by force, and count what is left of them.
+"""Debug in some episodes, end a part of them by force, and count what is left: debug_soak EPISODES KILLED
 
-    python -m tests.bench.debug_soak
-    python -m tests.bench.debug_soak --episodes 100 --killed 10 --kind process
-
-Eight episodes run at a time in one worker, as in a rollout job: `tool_agent`, the real sandbox, the real
+Eight episodes run at a time in one worker, as in a rollout job: `tool_agent`, the real container, the real
 debugger, and scripted replies. Programs hang, fork daemons, flood, crash and are tested by pytest. A fate
 befalls an episode at a random moment: its program, process 1 of its sandbox, its container or its worker is
 killed, which also ends what the other threads of that worker do; another worker then takes the rest.
 """
 
-import argparse
 import ctypes
 import json
 import os
@@ -39,8 +35,6 @@ from tests.kit.debugging import CALC, TESTS, made, task
 
 LANES = 8
 FATES = ["program"] * 6 + ["first"] * 3 + ["container"]
-EVERY = 100
-"""Episodes after which a worker says how large it is."""
 PATIENCE_S = 120.0
 PR_SET_CHILD_SUBREAPER = 36
 PROGRAMS = {
@@ -114,9 +108,9 @@ class Script:
                 os.kill(random.choice(theirs), signal.SIGKILL)
 
 
-def play(kind: str, number: int, fate: str, of: Task) -> str:
+def play(number: int, fate: str, of: Task) -> str:
     try:
-        sandboxes = made(kind)
+        sandboxes = made("apptainer")
         with sandboxes.open(of) as sandbox:
             script = Script(number, fate, sandbox)
             result = AGENT.solve(of, sandbox, script)
@@ -128,23 +122,14 @@ def play(kind: str, number: int, fate: str, of: Task) -> str:
         return "host"
 
 
-def work(kind: str, words: list[str]) -> None:
+def work(words: list[str]) -> None:
     """Be a worker: play the episodes NUMBER or NUMBER:FATE, LANES at a time, and say how they go."""
     of = task(calc=CALC, test_calc=TESTS, **PROGRAMS)
-    done = 0
-    lock = threading.Lock()
 
     def one(word: str) -> None:
-        nonlocal done
         number, _, fate = word.partition(":")
         say(f"begun {word}")
-        outcome = play(kind, int(number), fate, of)
-        say(f"ended {number} {outcome}")
-        with lock:
-            done += 1
-            if done % EVERY == 0 or done == len(words):
-                files = len(os.listdir("/proc/self/fd"))
-                say(f"size {done} {memory_mb():.1f} {files} {threading.active_count()}")
+        say(f"ended {number} {play(int(number), fate, of)}")
 
     with ThreadPoolExecutor(LANES) as pool:
         list(pool.map(one, words))
@@ -152,11 +137,6 @@ def work(kind: str, words: list[str]) -> None:
 
 def say(line: str) -> None:
     os.write(1, f"{line}\n".encode())
-
-
-def memory_mb() -> float:
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
 
 
 class Left:
@@ -183,71 +163,48 @@ class Left:
         return left
 
 
-def drawn(kind: str, episodes: int, killed: int) -> dict[int, str]:
-    """Return which episodes have a fate; workers die early, so that the last one shows whether it grows."""
+def drawn(episodes: int, killed: int) -> dict[int, str]:
+    """Return which episodes have a fate."""
     chosen = sorted(random.sample(range(episodes), killed))
-    early, late = chosen[: killed // 10], chosen[killed // 10 :]
-    fates = dict.fromkeys(early, "worker")
-    return fates if kind == "process" else fates | {n: random.choice(FATES) for n in late}
+    fates = dict.fromkeys(chosen[: killed // 10], "worker")
+    return fates | {number: random.choice(FATES) for number in chosen[killed // 10 :]}
 
 
-def run_workers(kind: str, fates: dict[int, str], episodes: int, scratch: str) -> dict[str, str]:
+def run_workers(fates: dict[int, str], episodes: int, scratch: str) -> dict[str, str]:
     """Let one worker after the other take the episodes that have not begun; return how each ended."""
     words = {str(n): f"{n}:{fates[n]}" if n in fates else str(n) for n in range(episodes)}
     outcomes: dict[str, str] = {}
-    workers = 0
     while words:
-        workers += 1
-        line = [sys.executable, "-m", "tests.bench.debug_soak", "--kind", kind, "--work", *words.values()]
+        line = [sys.executable, "-m", "tests.bench.debug_soak", "work", *words.values()]
         worker = subprocess.Popen(line, stdout=subprocess.PIPE, env=environment(TMPDIR=scratch), text=True)
         assert worker.stdout is not None
         for said in worker.stdout:
-            match said.split():
-                case ["begun", word]:
-                    number = word.partition(":")[0]
-                    del words[number]
-                    outcomes[number] = "ended with its worker"
-                case ["ended", number, outcome]:
-                    outcomes[number] = outcome
-                case ["size", *figures]:
-                    print(
-                        f"  worker {workers}: episodes, MB, files, threads: {' '.join(figures)}", flush=True
-                    )
+            verb, word, *outcome = said.split()
+            number = word.partition(":")[0]
+            if verb == "begun":
+                del words[number]
+            outcomes[number] = " ".join(outcome) or "ended with its worker"
         worker.wait()
     return outcomes
 
 
-def soak(kind: str, episodes: int, killed: int) -> bool:
+def soak(episodes: int, killed: int) -> bool:
     """Run all, print what happened, and return whether nothing is left."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    fates = drawn(kind, episodes, killed)
-    began = time.monotonic()
+    fates = drawn(episodes, killed)
     with tempfile.TemporaryDirectory() as name:
         left = Left(Path(name))
-        outcomes = run_workers(kind, fates, episodes, name)
+        outcomes = run_workers(fates, episodes, name)
         found = left.wait()
     others = Counter(outcome for number, outcome in outcomes.items() if int(number) not in fates)
-    print(f"{kind}: {episodes} episodes in {time.monotonic() - began:.0f} s")
     print(f"fates: {dict(Counter(fates.values()))}")
     print(f"outcomes: {dict(Counter(outcomes.values()))}; of those without a fate: {dict(others)}")
     print(f"left: {sorted(found) or 'nothing'}")
     return not found and len(outcomes) == episodes
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--episodes", type=int, default=1000)
-    parser.add_argument("--killed", type=int, default=100)
-    parser.add_argument("--kind", default="apptainer", choices=["apptainer", "process"])
-    parser.add_argument("--work", nargs="*", help=argparse.SUPPRESS)
-    words = parser.parse_args()
-    if words.work is not None:
-        work(words.kind, words.work)
-        return 0
-    return 0 if soak(words.kind, words.episodes, words.killed) else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1] == "work":
+        work(sys.argv[2:])
+    else:
+        sys.exit(not soak(*map(int, sys.argv[1:])))

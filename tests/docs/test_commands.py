@@ -5,7 +5,6 @@ import re
 import pytest
 
 from tests.docs.commands import GENERATED, PAGES, commands, judge
-from tests.docs.fresh import plan
 from tests.docs.reference import sections
 
 pytestmark = pytest.mark.slow  # it asks each program for its help
@@ -26,12 +25,6 @@ def test_what_is_wrong_on_a_page_is_found(tmp_path):
     complaints = [judge(command, tmp_path)[1] for command in commands(page)]
     assert len(complaints) == 4
     assert all(complaints)
-
-
-def test_every_command_of_the_pages_has_a_rule_for_a_fresh_clone():
-    found = [command for page in PAGES for command in commands(page)]
-    assert [f"{c.page}:{c.number}: {c.text}" for c in found if plan(c) is None] == []
-    assert sum((plan(c) or ("", ""))[0] == "run" for c in found) >= 30
 
 
 def test_commands_between_backticks_are_found(tmp_path):

@@ -5,7 +5,6 @@
 makes a large one, of which the report's seconds and bytes are measured.
 """
 
-import argparse
 import math
 import random
 from dataclasses import dataclass
@@ -216,22 +215,3 @@ def _turn(number: int, appended: list[int], ids: list[int], draw: random.Random,
         delivered=True,
         seconds=0.4,
     )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Make a run of many episodes.")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--episodes", type=int, default=10_000)
-    parser.add_argument("--turns", type=int, default=5)
-    arguments = parser.parse_args()
-    made = RunMaker(arguments.folder)
-    groups = 16
-    steps = arguments.episodes // (groups * GROUP)
-    for step in range(steps):
-        made.step(step, groups, turns=arguments.turns)
-    made.curves(steps)
-    made.evaluation("step_000000")
-
-
-if __name__ == "__main__":
-    main()

@@ -23,7 +23,7 @@ from hpc_swe.tasks.graders.base import DISAGREES, SILENT
 from hpc_swe.tasks.graders.swebench import Swebench
 from hpc_swe.tasks.hidden_tests import HiddenEdit, Version, with_versions
 from hpc_swe.tasks.patch import difference
-from tests.bench.honest import variants
+from tests.kit.cheats.rewritten import variants
 from tests.kit.checkout import ROOT
 from tests.kit.toy import (
     BROKEN,

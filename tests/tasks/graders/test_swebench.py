@@ -15,8 +15,8 @@ from hpc_swe.tasks.graders._swebench import Run
 from hpc_swe.tasks.graders.swebench import Swebench
 from hpc_swe.tasks.patch import take
 from hpc_swe.tasks.swebench_rows import END, START
-from tests.kit.cheats.forgeries import CODE, LAX, LIES, PASSES
 from tests.kit.cheats.forgeries import FILES as FORGED
+from tests.kit.cheats.forgeries import LAX, LIES, PASSES
 from tests.kit.toy import (
     BROKEN,
     GONE,
@@ -43,40 +43,6 @@ def core(text: str) -> str:
     return patch("calc/core.py", BROKEN, text)
 
 
-CHEATS = {
-    "deletes the tests": patch("tests/test_core.py", UNITTESTS, PASSES).replace(
-        "b/tests/test_core.py", "b/x", 1
-    ),
-    "a hook": new(".git/hooks/post-checkout", "#!/bin/sh\n"),
-    "out of the tree": new("../../x", "x\n"),
-    "no patch": "PASSED\n",
-    "another file": patch("calc/none.py", BROKEN, MENDED),
-}
-QUICK = {  # tests/cheats tries all of them in a real sandbox
-    name: core(CODE[name])
-    for name in (
-        "prints passed",
-        "leaves with 0 at import",
-        "leaves with 0 in the test",
-        "skips",
-        "replaces TestCase.run",
-        "reads our files and forges the report",
-        "rewrites the report at exit",
-        "filters what is written",
-        "lies but to canaries",
-        "equals everything",
-    )
-} | {
-    name: "".join(new(path, text) for path, text in FORGED[name].items())
-    for name in (
-        "sitecustomize",
-        "a package at start forges the report",
-        "a unittest that forges",
-        "attributes",
-    )
-}
-
-
 @pytest.fixture
 def grade(toy_task, sandboxes):
     def grade(submission: str, grader: Swebench = GRADER):
@@ -97,17 +63,6 @@ def test_the_reference_resolves_and_nothing_does_not(toy_task, sandboxes):
 
 def test_an_empty_submission_starts_nothing(toy_task):
     assert GRADER.grade(toy_task, " \n", Process()).outcome == "no_submission"
-
-
-@pytest.mark.parametrize("submission", [*CHEATS.values(), *QUICK.values()], ids=[*CHEATS, *QUICK])
-def test_no_cheat_is_paid(repository, sandboxes, tmp_path, submission):
-    refused(task(tmp_path, "unittest", repository[1]), sandboxes, submission)
-
-
-def refused(toy: Task, sandboxes: Checkout, submission: str) -> None:
-    score = GRADER.grade(toy, submission, sandboxes)
-    assert score.outcome in ("unresolved", "cheated"), score
-    assert score.reward <= -1.0
 
 
 def test_a_run_that_lets_everything_pass_is_called_a_cheat(grade):

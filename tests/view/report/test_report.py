@@ -2,10 +2,8 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
-import zipfile
 
 import msgspec
 import numpy as np
@@ -333,16 +331,3 @@ def test_the_command_says_where_the_page_is_and_what_is_missing(made, tmp_path):
     )
     assert typed(tmp_path).returncode == 2
     assert "name some as in 12,20-25" in typed(made.run.root, "--steps", "x").stderr
-
-
-@pytest.mark.slow
-def test_an_installation_has_the_page(tmp_path):
-    """Without what setuptools is told by name, a wheel would have the Python alone."""
-    shutil.copytree(ROOT / "hpc_swe", tmp_path / "hpc_swe", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path)
-    line = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "."]
-    subprocess.run(line, cwd=tmp_path, check=True, timeout=DEADLINE_S)
-    (wheel,) = tmp_path.glob("*.whl")
-    packed = set(zipfile.ZipFile(wheel).namelist())
-    assert {f"hpc_swe/view/report/{name}" for name in (pages.PAGE, *pages.ASSETS)} <= packed

@@ -1,21 +1,11 @@
-"""Solutions that differ from the reference and do the same: python -m tests.bench.honest CONFIG...
+"""Solutions that differ from the reference and do the same, of which none may be accused.
 
 Each function that a reference changes is written anew: other names, other expressions of the same values, the
-branches the other way round. None may be accused. As a program it grades such solutions of all instances of a
-configuration that `taskset.checked` calls usable, with their retests, and prints what came of each.
+branches the other way round.
 """
 
 import ast
-import difflib
-import sys
-from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-
-from hpc_swe.agents.sandboxes.base import Sandboxes
-from hpc_swe.base.records import Task
-from hpc_swe.config import config as configuration
-from hpc_swe.tasks.hidden_tests import with_versions
 
 SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 
@@ -119,66 +109,3 @@ def _rewrite(
     if ast.unparse(function) != before:
         written = ast.unparse(ast.Module(function.body, [])).split("\n")
         lines[first - 1 : last] = [" " * (function.col_offset + 4) + line for line in written]
-
-
-def solutions(task: Task, reference: str, sandboxes: Sandboxes) -> Iterator[tuple[str, str]]:
-    """Ways, and patches: of each file of the reference the variants, the others as the reference has them."""
-    with sandboxes.open(task) as sandbox:
-        paths = [path for path in task.tests.extra["set_up"].split("\n") if path.endswith(".py")]
-        old = {path: _read(sandbox, path) for path in paths}
-        sandbox.write(".git/reference", reference.encode())
-        assert sandbox.run("git apply --whitespace=nowarn .git/reference", 60).exit_code == 0
-        new = {path: _read(sandbox, path) for path in paths}
-    found: dict[str, dict[str, str]] = {}
-    for path in paths:
-        changes = difflib.SequenceMatcher(None, old[path].split("\n"), new[path].split("\n")).get_opcodes()
-        lines = {
-            line + 1 for kind, _, _, start, end in changes if kind != "equal" for line in range(start, end)
-        }
-        for way, text in variants(new[path], lines):
-            found.setdefault(way, dict(new))[path] = text
-    for way, texts in found.items():
-        yield way, "".join(_patch(path, old[path], text) for path, text in texts.items() if text != old[path])
-
-
-def _read(sandbox, path: str) -> str:
-    try:
-        return sandbox.read(path).decode()
-    except OSError:
-        return ""
-
-
-def _patch(path: str, old: str, new: str) -> str:
-    before, after = (text.splitlines(keepends=True) for text in (old, new))
-    source = f"a/{path}" if old else "/dev/null"
-    mode = "" if old else "new file mode 100644\n"
-    return f"diff --git a/{path} b/{path}\n{mode}" + "".join(
-        difflib.unified_diff(before, after, source, f"b/{path}")
-    )
-
-
-def main(words: list[str]) -> None:
-    """Print what came of each."""
-    config = configuration.from_words(words)
-    taken = config.tasks.take(config.taskset)
-    tasks = [*taken["train"], *taken["eval"]]
-    references, changed = config.taskset.references(tasks), config.taskset.changed_tests(tasks)
-    config.sandbox.check()
-
-    def one(task: Task) -> list[str]:
-        told = []
-        for way, text in solutions(task, references[task.task_id], config.sandbox):
-            score = config.grader.grade(
-                with_versions(task, changed.get(task.task_id, "")), text, config.sandbox
-            )
-            retest = "with a retest" if task.task_id in changed else "without one"
-            print(f"{task.task_id}: {way}: {score.outcome} {retest} {score.detail[-200:]!r}", flush=True)
-            told.append(f"{score.outcome} {retest}")
-        return told
-
-    with ThreadPoolExecutor(2) as pool:
-        print(Counter(word for told in pool.map(one, tasks) for word in told))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
