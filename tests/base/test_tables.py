@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hpc_swe.base import tables
-from hpc_swe.base.records import RoleStatus, Sampling, StatusReport, Task, TestPlan, WeightVersion
+from hpc_swe.base.records import RoleStatus, Sampling, StatusReport, WeightVersion
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store.evals import Attempt
 from hpc_swe.config import config as configuration
@@ -24,6 +24,7 @@ from hpc_swe.view import status
 from hpc_swe.view.evaluation import results
 from hpc_swe.view.evaluation.results import Finished
 from tests.kit.checkout import ROOT
+from tests.kit.scripted import SMALL
 
 LONG = "a_label_that_somebody_made_[long]_and_with_brackets_41"
 SPEND = {name: 123.25 for name in check.COLUMNS}
@@ -49,22 +50,13 @@ def attempts(label: str) -> list[Attempt]:
 
 
 def test_tables_of_an_evaluation_and_of_a_comparison():
-    task = Task(
-        task_id="t",
-        taskset="x",
-        prompt="p",
-        image="i",
-        workdir="/w",
-        files={},
-        tests=TestPlan(command="true", fail_to_pass=["a"], timeout_s=1.0),
-    )
     ways = {LONG: results.decoding(attempts(LONG), LONG, Sampling())}
     known = {"name": "x", "model": "m", "model_sha256": "", "url": "", "history": "keep", "versions": []}
     summary = results.Summary(**known, tasks=1, trained_on=[], decodings=ways)
     lines = printed(*results.summary_parts(summary))
     assert starts(lines, LONG) >= 3, lines
     assert {"infra failures", "detectable gain", "cheated", "1 of 5"} <= words(lines)
-    found = Finished(attempts(LONG), {"t": task}, {LONG: Sampling()})
+    found = Finished(attempts(LONG), {"t": SMALL}, {LONG: Sampling()})
     lines = printed(*results.comparison_parts("[a]/" + "long/" * 30, results.compare(found, found)))
     assert starts(lines, LONG) >= 1, lines
     assert {"won", "lost", "1 and 1"} <= words(lines)

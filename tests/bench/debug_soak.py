@@ -7,7 +7,6 @@ killed, which also ends what the other threads of that worker do; another worker
 """
 
 import ctypes
-import json
 import os
 import random
 import signal
@@ -27,11 +26,12 @@ from hpc_swe.agents.loops.tool_agent import ToolAgent
 from hpc_swe.agents.sandboxes._session import end_namespace, namespace_pids
 from hpc_swe.agents.sandboxes.base import Sandbox
 from hpc_swe.base.errors import SandboxError
-from hpc_swe.base.records import Message, Task, ToolCall
+from hpc_swe.base.records import Message, Task
 from hpc_swe.cluster.processes import descendants, start_time
 from hpc_swe.tasks import patch
 from tests.kit.checkout import environment
 from tests.kit.debugging import CALC, TESTS, made, task
+from tests.kit.scripted import call
 
 LANES = 8
 FATES = ["program"] * 6 + ["first"] * 3 + ["container"]
@@ -48,10 +48,6 @@ PROGRAMS = {
 AGENT = ToolAgent(
     tools=({"type": "pdb", "timeout_s": 1.0, "grace_s": 2.0}, "rewrite", "evaluate", "submit"), max_turns=20
 )
-
-
-def call(name: str, **arguments: object) -> Reply:
-    return Reply("", [ToolCall(name=name, arguments=json.dumps(arguments))])
 
 
 def replies(number: int) -> list[Reply]:

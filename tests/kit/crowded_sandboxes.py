@@ -14,7 +14,7 @@ from contextlib import suppress
 from hpc_swe.agents.sandboxes.apptainer import Apptainer
 from hpc_swe.agents.sandboxes.base import CommandResult, Sandbox
 from hpc_swe.base.errors import SandboxError
-from hpc_swe.base.records import Task, TestPlan
+from tests.kit.scripted import SMALL
 from tests.kit.waiting import until
 
 MOST = 4096
@@ -55,23 +55,19 @@ time.sleep(10)
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, MOST))
-    plan = TestPlan(command="", fail_to_pass=[], timeout_s=1.0)
-    task = Task(
-        task_id="t", taskset="t", prompt="", image="python-pytest", workdir="/testbed", files={}, tests=plan
-    )
     sandboxes = Apptainer(images=sys.argv[1])
     said: dict[str, object] = {}
     with (
-        sandboxes.open(task) as one,
-        sandboxes.open(task) as other,
-        sandboxes.open(task) as quiet,
+        sandboxes.open(SMALL) as one,
+        sandboxes.open(SMALL) as other,
+        sandboxes.open(SMALL) as quiet,
         ThreadPoolExecutor(2) as pool,
     ):
         crowds = [pool.submit(each.python, CROWD, 120.0) for each in (one, other)]
         answers = []
         while not all(crowd.done() for crowd in crowds):
             answers.append(outcome(quiet.run("echo quiet", 60)))
-            with sandboxes.open(task) as fresh:
+            with sandboxes.open(SMALL) as fresh:
                 answers.append(outcome(fresh.run("echo quiet", 60)))
         said["quiet"] = sorted(set(answers))
         said["crowds"] = [outcome(crowd.result()) for crowd in crowds]

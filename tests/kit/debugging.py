@@ -14,12 +14,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from hpc_swe.agents.sandboxes.base import Sandbox, Sandboxes
 from hpc_swe.agents.tools.base import ToolError, invoke
 from hpc_swe.base.loader import load
-from hpc_swe.base.records import Task, TestPlan
+from hpc_swe.base.records import Task
 from tests.kit.checkout import IMAGES
+from tests.kit.scripted import SMALL
 
 CALC = '''"""Sums of numbers.
 
@@ -66,15 +68,9 @@ class TestMore(unittest.TestCase):
 
 def task(**files: str) -> Task:
     """A task with these files, named without `.py`."""
-    return Task(
-        task_id="t",
-        taskset="tests",
-        prompt="",
-        image="python-pytest",
-        workdir="/testbed",
-        files={f"{name}.py": text for name, text in files.items()},
-        tests=TestPlan(command="python -m pytest -q test_calc.py", fail_to_pass=[], timeout_s=10.0),
-    )
+    named = {f"{name}.py": text for name, text in files.items()}
+    plan = replace(SMALL.tests, command="python -m pytest -q test_calc.py")
+    return replace(SMALL, files=named, tests=plan)
 
 
 class Session:

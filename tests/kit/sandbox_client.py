@@ -17,11 +17,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from hpc_swe.agents.sandboxes._session import end_namespace, namespace_pids
 from hpc_swe.agents.sandboxes.apptainer import Apptainer
 from hpc_swe.base.errors import SandboxError
-from hpc_swe.base.records import Task, TestPlan
 from hpc_swe.cluster.processes import descendants, start_time
+from tests.kit.scripted import SMALL
 
 AGENT = """
 import ctypes, os, socket, subprocess, time
@@ -63,11 +65,7 @@ ONE = threading.Lock()
 
 
 def play(number: int, fate: str) -> str:
-    plan = TestPlan(command="", fail_to_pass=[], timeout_s=1.0)
-    image = IMAGES[number // 4 % len(IMAGES)]
-    task = Task(
-        task_id="t", taskset="t", prompt="", image=image, workdir="/testbed", files={"a": "b"}, tests=plan
-    )
+    task = replace(SMALL, image=IMAGES[number // 4 % len(IMAGES)], files={"a": "b"})
     program = AGENT.replace("MARK", sys.argv[2]).replace("SECONDS", str(FATED_S) if fate else "0.05")
     try:
         with SANDBOXES.open(task) as sandbox, ThreadPoolExecutor(1) as agent:

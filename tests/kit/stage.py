@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from hpc_swe.agents.chat import TokenBuilder
 from hpc_swe.agents.loops.base import Agent, Chat, Result
 from hpc_swe.agents.loops.tool_agent import ToolAgent
@@ -21,7 +23,6 @@ from hpc_swe.base.records import (
     RolloutRequest,
     Sampling,
     Task,
-    TestPlan,
     WeightVersion,
 )
 from hpc_swe.base.rundir import RunDir
@@ -34,20 +35,13 @@ from hpc_swe.roles.rollout.episode import RolloutResources
 from hpc_swe.roles.rollout.sampler import Sampler
 from hpc_swe.roles.rollout.worker import worker
 from hpc_swe.roles.worker import Worker
+from tests.kit.scripted import SMALL
 from tests.kit.toy_engine import ToyEngine
 from tests.kit.toy_model import HERMES, make_model
 from tests.kit.waiting import DEADLINE_S, until
 
 V1 = WeightVersion(step=1)
-TASK = Task(
-    task_id="t",
-    taskset="toy",
-    prompt="It fails.",
-    image="none",
-    workdir="/work",
-    files={"m.py": "def f(x, y):\n    return x - y\n"},
-    tests=TestPlan(command="true", fail_to_pass=[], timeout_s=1),
-)
+TASK = msgspec.structs.replace(SMALL, files={"m.py": "def f(x, y):\n    return x - y\n"})
 
 
 def call(name: str, arguments: str) -> str:

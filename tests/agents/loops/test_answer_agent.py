@@ -1,6 +1,5 @@
 """The answer agent: repairs out of fenced blocks, its tries, and what a reply can never change."""
 
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import get_args
 
@@ -14,19 +13,14 @@ from hpc_swe.agents.loops.answer_agent import AnswerAgent
 from hpc_swe.agents.loops.base import Reply, Result
 from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.base.errors import ConfigError
-from hpc_swe.base.records import Task, TestPlan
+from hpc_swe.base.records import Task
+from tests.kit.scripted import SMALL, Script
 
 TEST = "from mod import f\n\ndef test_f():\n    assert f(2) == 4\n"
-TASK = Task(
-    task_id="t",
-    taskset="tests",
-    prompt="Mend it.",
-    image="none",
-    workdir="/work",
+TASK = msgspec.structs.replace(
+    SMALL,
     files={"mod.py": "def f(x):\n    return x + x + 1\n", "test.py": TEST, ".debugignore": "secret*\n"},
-    tests=TestPlan(
-        command="python -m pytest test.py", files={"test.py": TEST}, fail_to_pass=[], timeout_s=10.0
-    ),
+    tests=msgspec.structs.replace(SMALL.tests, command="python -m pytest test.py", files={"test.py": TEST}),
 )
 RIGHT = "It doubles.\n```python\ndef f(x):\n    return 2 * x\n```\n"
 WRONG = "```python\ndef f(x):\n    return 3 * x\n```"
@@ -53,20 +47,6 @@ def g():
 
 def two(text: str) -> str:
     return text.replace("return 1", "return 2")
-
-
-class Script:
-    """A policy that plays replies and keeps what it was shown."""
-
-    def __init__(self, *replies: Reply | str | Exception) -> None:
-        self.replies, self.shown = [*replies], []
-
-    def __call__(self, messages: Sequence[object], tools: str = "") -> Reply:
-        self.shown = [*messages]
-        reply = self.replies.pop(0)
-        if isinstance(reply, Exception):
-            raise reply
-        return Reply(reply) if isinstance(reply, str) else reply
 
 
 def solve(*replies: Reply | str | Exception, task: Task = TASK, **fields: object) -> tuple[Result, str]:

@@ -13,6 +13,7 @@ from hpc_swe.agents.sandboxes.base import CommandResult
 from hpc_swe.base.errors import ConfigError, EngineError
 from hpc_swe.base.records import Episode, ExitStatus, id_array
 from tests.kit.constants import varied
+from tests.kit.scripted import SMALL
 from tests.kit.sessions_kit import KITS, call
 from tests.kit.stage import Rig, rig
 from tests.kit.toy_engine import ToyEngine
@@ -165,14 +166,14 @@ def test_its_work_is_handed_in_and_its_output_kept_short(tmp_path: Path) -> None
     assert "client.py" not in made.submission
     assert made.messages[-1].role == "tool"
     assert len(made.messages[-1].content) < 700
-    assert [message.content for message in made.messages[:2]] == ["It fails.", "a"]
+    assert [message.content for message in made.messages[:2]] == [SMALL.prompt, "a"]
 
 
 def test_the_prompt_is_a_file_and_may_hold_anything(tmp_path: Path) -> None:
     prompt = "{task} in {workdir}: {key} $(touch m.py) '\"\\ <|im_end|> {0}"
     made, rig = play(tmp_path, "ask 0", prompt=prompt)
     asked = made.messages[0].content
-    assert asked == "It fails. in /work: {key} $(touch m.py) '\"\\ <|im_end|> {0}"
+    assert asked == "Mend it. in /testbed: {key} $(touch m.py) '\"\\ <|im_end|> {0}"
     control = set(rig.means.builder.tokens.control.values())
     plain, _ = play(tmp_path / "plain", "ask 0", prompt="x")
     prompts = [id_array(episode.turns[0].appended_ids).tolist() for episode in (made, plain)]

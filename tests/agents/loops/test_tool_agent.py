@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -14,37 +14,12 @@ from hpc_swe.agents.loops.tool_agent import ToolAgent
 from hpc_swe.agents.sandboxes.base import CommandResult
 from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.base.errors import EngineError, SandboxError
-from hpc_swe.base.records import Message, Task, TestPlan, ToolCall
+from hpc_swe.base.records import ToolCall
 from hpc_swe.tasks import patch
 from hpc_swe.tasks.patch import BadPatch, apply, difference, take
+from tests.kit.scripted import SMALL, Script, call
 
-TASK = Task(
-    task_id="t",
-    taskset="tests",
-    prompt="Mend it.",
-    image="none",
-    workdir="/testbed",
-    files={"mod.py": "x = 1\n", "gone.py": "y\n"},
-    tests=TestPlan(command="python -m pytest", fail_to_pass=[], timeout_s=10.0),
-)
-
-
-def call(name: str, **arguments: object) -> Reply:
-    return Reply("", [ToolCall(name=name, arguments=json.dumps(arguments))])
-
-
-class Script:
-    """A policy that plays replies and keeps what it was shown."""
-
-    def __init__(self, *replies: Reply | Exception) -> None:
-        self.replies, self.shown, self.tools = list(replies), [], ""
-
-    def __call__(self, messages: Sequence[Message], tools: str = "") -> Reply:
-        self.shown, self.tools = list(messages), tools
-        reply = self.replies.pop(0)
-        if isinstance(reply, Exception):
-            raise reply
-        return reply
+TASK = msgspec.structs.replace(SMALL, files={"mod.py": "x = 1\n", "gone.py": "y\n"})
 
 
 def solve(script: Callable[..., Reply], **fields: object) -> tuple[Result, str]:

@@ -2,24 +2,19 @@
 
 import shutil
 
+import msgspec
 import pytest
 
 from hpc_swe.agents.sandboxes.apptainer import Apptainer
-from hpc_swe.base.records import Task, TestPlan
+from hpc_swe.base.records import Task
 from tests.kit.checkout import IMAGES
+from tests.kit.scripted import SMALL
 
 
 @pytest.fixture(scope="session")
 def task() -> Task:
-    return Task(
-        task_id="t",
-        taskset="tests",
-        prompt="",
-        image="python-pytest",
-        workdir="/testbed/here",
-        files={"mod.py": "x = 1\n", "deep/er/data.txt": "data\n"},
-        tests=TestPlan(command="python -m pytest", fail_to_pass=[], timeout_s=60.0),
-    )
+    files = {"mod.py": "x = 1\n", "deep/er/data.txt": "data\n"}
+    return msgspec.structs.replace(SMALL, workdir="/testbed/here", files=files)
 
 
 @pytest.fixture(scope="session")

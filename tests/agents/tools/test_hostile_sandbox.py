@@ -3,24 +3,17 @@
 import json
 import shutil
 
+import msgspec
 import pytest
 
 from hpc_swe.agents.sandboxes.apptainer import Apptainer
 from hpc_swe.agents.sandboxes.base import Sandbox
 from hpc_swe.agents.tools.base import ToolError, invoke
 from hpc_swe.base.loader import load
-from hpc_swe.base.records import Task, TestPlan
 from tests.kit.checkout import IMAGES
+from tests.kit.scripted import SMALL
 
-TASK = Task(
-    task_id="t",
-    taskset="tests",
-    prompt="",
-    image="python-pytest",
-    workdir="/testbed",
-    files={"mod.py": "def f():\n    return 1\n"},
-    tests=TestPlan(command="python -m pytest", fail_to_pass=[], timeout_s=10.0),
-)
+TASK = msgspec.structs.replace(SMALL, files={"mod.py": "def f():\n    return 1\n"})
 WRECKS = {
     "searches replaced": "for p in grep rg find; do printf '#!/bin/sh\\nyes forged' > /usr/bin/$p; done",
     "shells gone": "rm -f /usr/bin/bash /bin/bash /usr/bin/sh /bin/sh",

@@ -1,6 +1,5 @@
 """A debugging session ends with its time, its episode, its sandbox and its worker, and leaves nothing."""
 
-import json
 import os
 import signal
 import subprocess
@@ -10,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from hpc_swe.agents.loops.base import Reply
 from hpc_swe.agents.loops.tool_agent import ToolAgent
 from hpc_swe.base.errors import EngineError
-from hpc_swe.base.records import ToolCall
 from hpc_swe.cluster.processes import descendants, start_time
 from tests.kit import checkout
 from tests.kit.debugging import made, require, session, task
+from tests.kit.scripted import Script, call
 from tests.kit.waiting import until
 
 SPIN = "import os\nopen('pid', 'w').write(str(os.getpid()))\nif os.fork():\n    while True:\n        pass\n"
@@ -26,21 +24,6 @@ SPIN += "while True:\n    open('alive', 'w').write('x')\n"
 @pytest.fixture(params=["process", pytest.param("apptainer", marks=pytest.mark.slow)])
 def kind(request) -> str:
     return require(request.param)
-
-
-def call(name: str, **arguments: object) -> Reply:
-    return Reply("", [ToolCall(name=name, arguments=json.dumps(arguments))])
-
-
-class Script:
-    def __init__(self, *replies: Reply | Exception) -> None:
-        self.replies = list(replies)
-
-    def __call__(self, messages, tools: str = "") -> Reply:
-        reply = self.replies.pop(0)
-        if isinstance(reply, Exception):
-            raise reply
-        return reply
 
 
 START, GO = call("pdb", command="start", file="spin.py"), call("pdb", command="c")

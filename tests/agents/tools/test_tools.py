@@ -22,16 +22,13 @@ from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.agents.tools.base import SandboxBroken, ToolError, invoke, schema
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.loader import known, load
-from hpc_swe.base.records import Task, TestPlan
+from hpc_swe.base.records import TestPlan
+from tests.kit.scripted import SMALL
 
 SOURCE = "def add(a, b):\n    return a - b - b\n"
 TESTS = "from mod import add\n\n\ndef test_0():\n    assert add(1, 2) == 3\n"
-TASK = Task(
-    task_id="t",
-    taskset="tests",
-    prompt="Mend it.",
-    image="none",
-    workdir="/testbed",
+TASK = msgspec.structs.replace(
+    SMALL,
     files={"mod.py": SOURCE, "test_mod.py": TESTS, "no_end.txt": "a\nb"},
     tests=TestPlan(
         command="python -m pytest -q test_mod.py test_hidden.py",

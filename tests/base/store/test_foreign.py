@@ -1,11 +1,13 @@
 """What people, editors and dying disks leave in a run folder."""
 
 import pytest
+from msgspec.structs import replace
 
 from hpc_swe.base.errors import CorruptRecord
-from hpc_swe.base.records import Manifest, Node, Task, TestPlan
+from hpc_swe.base.records import Manifest, Node
 from hpc_swe.base.store import atomic, folders, tasks
 from hpc_swe.base.store.spool import STATES
+from tests.kit.scripted import SMALL
 from tests.kit.store_samples import FILES, publish, request, shown, spool
 
 FOREIGN = (
@@ -117,13 +119,10 @@ def test_a_file_that_the_manifest_does_not_list_is_refused(tmp_path):
 
 
 def test_no_flipped_bit_changes_the_tasks_of_a_run(tmp_path):
-    made, plan = tmp_path / "tasks.parquet", TestPlan(command="true", fail_to_pass=[], timeout_s=1)
+    made = tmp_path / "tasks.parquet"
     words = [" ".join(str(number * seed % 97) for seed in range(40)) for number in range(20)]
     known = {
-        "train": [
-            Task(task_id=f"t{i}", taskset="toy", prompt=text, image="", workdir="/", tests=plan)
-            for i, text in enumerate(words)
-        ],
+        "train": [replace(SMALL, task_id=f"t{i}", prompt=text) for i, text in enumerate(words)],
         "eval": [],
     }
     tasks.write(made, known)

@@ -1,6 +1,9 @@
 """The task that all cheats try to be paid for."""
 
-from hpc_swe.base.records import Task, TestPlan
+from msgspec.structs import replace
+
+from hpc_swe.base.records import TestPlan
+from tests.kit.scripted import SMALL
 
 WRONG = "def add(a, b):\n    return a - b\n"
 RIGHT = "def add(a, b):\n    return a + b\n"
@@ -28,12 +31,8 @@ def test_1():
 def test_2():
     assert [add(1, 9), add(2, 9)] == [10, 11]
 """
-TASK = Task(
-    task_id="t",
-    taskset="cheats",
-    prompt="",
-    image="python-pytest",
-    workdir="/testbed",
+TASK = replace(
+    SMALL,
     files={"mod.py": WRONG, "test_mod.py": VISIBLE},
     tests=TestPlan(
         command="python -m pytest -q test_mod.py test_hidden.py",

@@ -5,10 +5,13 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from hpc_swe.base.records import Task, TestPlan
 from hpc_swe.tasks.patch import difference
 from tests.kit.cheats.honest_submissions import BY_RULE, SUBMISSIONS
 from tests.kit.cheats.honest_suites import MODULE, SUITES
+from tests.kit.scripted import SMALL
 from tests.kit.toy import new, row, taskset, write_rows
 
 Piece = tuple[str, str]
@@ -34,17 +37,11 @@ def named(pieces: Iterable[Piece]) -> tuple[dict[str, str], dict[str, str], list
 def of_files(pieces: Iterable[Piece]) -> tuple[Task, str]:
     """Return a task of plain files and the submission that solves it."""
     modules, tests, names = named(pieces)
-    plan = TestPlan(
-        command=f"python -m pytest {' '.join(tests)}",
-        files=tests,
-        fail_to_pass=names,
-        pass_to_pass=[],
-        timeout_s=120.0,
+    command = f"python -m pytest {' '.join(tests)}"
+    plan = TestPlan(command=command, files=tests, fail_to_pass=names, pass_to_pass=[], timeout_s=120.0)
+    return replace(SMALL, files={"m.py": ""}, tests=plan), "".join(
+        difference(path, None, text) for path, text in modules.items()
     )
-    task = Task(
-        task_id="honest", taskset="honest", prompt="", image="", workdir="/w", files={"m.py": ""}, tests=plan
-    )
-    return task, "".join(difference(path, None, text) for path, text in modules.items())
 
 
 def of_repository(folder: Path, base: str, pieces: Iterable[Piece]) -> tuple[Task, str]:

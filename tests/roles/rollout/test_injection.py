@@ -20,10 +20,11 @@ from hpc_swe.agents.loops.tool_agent import ToolAgent
 from hpc_swe.agents.sandboxes.apptainer import Apptainer
 from hpc_swe.agents.sandboxes.base import Sandboxes
 from hpc_swe.agents.sandboxes.process import Process
-from hpc_swe.base.records import Message, Task, TestPlan, ToolCall, Turn, id_array
+from hpc_swe.base.records import Message, Task, ToolCall, Turn, id_array
 from tests.kit.checkout import IMAGES
 from tests.kit.forms import FORMS, NAMES, Part, call, thought
 from tests.kit.recording import Stage
+from tests.kit.scripted import SMALL
 
 HARMLESS = "harmless"
 HOSTILE = {
@@ -49,15 +50,7 @@ def files(text: str) -> dict[str, str]:
 
 
 def task(text: str) -> Task:
-    return Task(
-        task_id="t",
-        taskset="tests",
-        prompt=f"It fails. {text}",
-        image="python-pytest",
-        workdir="/testbed",
-        files=files(text),
-        tests=TestPlan(command="python -m pytest", fail_to_pass=[], timeout_s=10.0),
-    )
+    return msgspec.structs.replace(SMALL, prompt=f"It fails. {text}", files=files(text))
 
 
 def replies(kind: str, text: str) -> list[list[Part]]:

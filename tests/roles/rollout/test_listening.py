@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hpc_swe.agents.chat import TokenBuilder
@@ -16,20 +17,13 @@ from hpc_swe.agents.loops.base import ChatAddress
 from hpc_swe.agents.sandboxes.apptainer import Apptainer
 from hpc_swe.agents.sandboxes.base import Sandbox
 from hpc_swe.base.errors import ConfigError, SandboxError
-from hpc_swe.base.records import Task, TestPlan
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.roles.rollout import openai_server
 from tests.kit.recording import stage
+from tests.kit.scripted import SMALL
 
 pytestmark = pytest.mark.slow
-TASK = Task(
-    task_id="t",
-    taskset="tests",
-    prompt="",
-    image="python-pytest",
-    workdir="/testbed/here",
-    tests=TestPlan(command="true", fail_to_pass=[], timeout_s=10.0),
-)
+TASK = msgspec.structs.replace(SMALL, workdir="/testbed/here")
 ASK = """
 import json, sys, urllib.error, urllib.request
 request = urllib.request.Request(

@@ -9,7 +9,6 @@ import pytest
 
 from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.base.errors import ConfigError, SandboxError
-from hpc_swe.base.records import Task, TestPlan
 from hpc_swe.tasks.graders import swebench
 from hpc_swe.tasks.graders._swebench import Run
 from hpc_swe.tasks.graders.swebench import Swebench
@@ -17,6 +16,7 @@ from hpc_swe.tasks.patch import take
 from hpc_swe.tasks.swebench_rows import END, START
 from tests.kit.cheats.forgeries import FILES as FORGED
 from tests.kit.cheats.forgeries import LAX, LIES, PASSES
+from tests.kit.scripted import SMALL
 from tests.kit.toy import (
     BROKEN,
     GONE,
@@ -243,16 +243,8 @@ def test_a_log_full_of_marks_keeps_no_other_thread_waiting(repository, tmp_path)
 
 
 def test_plain_tasks_and_scripts_without_marks_are_refused(toy_task, sandboxes):
-    plain = Task(
-        task_id="t",
-        taskset="",
-        prompt="",
-        image="",
-        workdir="/",
-        tests=TestPlan(command="", fail_to_pass=[], timeout_s=1.0),
-    )
     with pytest.raises(ConfigError, match="t is none"):
-        GRADER.grade(plain, "x", Process())
+        GRADER.grade(SMALL, "x", Process())
     plan = msgspec.structs.replace(toy_task.tests, command="true\n")
     with pytest.raises(ConfigError, match="must hold '>>>>> Start Test Output'"):
         GRADER.grade(msgspec.structs.replace(toy_task, tests=plan), gold(), sandboxes)
