@@ -1,4 +1,4 @@
-"""Show what the limit of staleness costs: python -m tests.bench.dispatching.
+"""No trained token is older than the limit, however the share of groups with signal changes.
 
 Dispatch, decisions and batches are those of a run. An episode takes a time from a distribution with a long
 tail, and the weights that it begins with are those of all its tokens. The learner needs 0.4 of the mean
@@ -9,9 +9,9 @@ import heapq
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from statistics import fmean
 
-from hpc_swe.base import cli, tables
+import pytest
+
 from hpc_swe.base.records import CoordinatorState
 from hpc_swe.config.settings import BatchesConfig, GroupsConfig
 from hpc_swe.models.advantages.grpo import Grpo
@@ -22,7 +22,7 @@ from hpc_swe.roles.coordinator.dispatch import dispatch_end
 from hpc_swe.roles.coordinator.training import AHEAD
 from tests.kit.made_episodes import scored
 
-STEPS, SLOTS, SIZE, TRAIN_S, SEEDS = 40, 32, 8, 0.4, 3
+STEPS, SLOTS, SIZE, TRAIN_S = 24, 32, 8, 0.4
 
 
 def jumping(low: float, high: float, every: int = 10) -> Callable[[int], float]:
@@ -44,8 +44,6 @@ class Loop:
 
     rate: Callable[[int], float]
     staleness: int
-    seed: int
-    steps: int = STEPS
     ages: list[int] = field(default_factory=list)
     """Staleness of the oldest token of each batch."""
     counts: dict[str, int] = field(default_factory=lambda: {"trained": 0, "no_signal": 0, "too_old": 0})
@@ -54,7 +52,7 @@ class Loop:
     def __post_init__(self) -> None:
         limits = GroupsConfig(group_size=2, groups_per_step=SIZE, max_staleness=self.staleness)
         self._settings = BatchSettings(limits, BatchesConfig(), Grpo(), 1)
-        self._draw, self._state = random.Random(self.seed), CoordinatorState()
+        self._draw, self._state = random.Random(1), CoordinatorState()
         self._queue: list[int] = []
         self._running: list[tuple[float, int, int]] = []
         """End, number and weights of each group under way."""
@@ -66,18 +64,13 @@ class Loop:
         """Whether the members of each dispatched group differ."""
 
     @property
-    def dropped(self) -> float:
-        """Return the share of groups that were dropped for their age."""
-        return self.counts["too_old"] / sum(self.counts.values())
-
-    @property
     def step(self) -> int:
         """Return the next batch."""
         return len(self.ages)
 
     def run(self) -> "Loop":
         """Publish all batches."""
-        while self.step < self.steps:
+        while self.step < STEPS:
             while self._publish():
                 pass
             self._dispatch()
@@ -103,7 +96,7 @@ class Loop:
             self._closed[number] = Group(("train", number), members)
 
     def _publish(self) -> bool:
-        if self.step >= self._newest + AHEAD + 1 or self.step == self.steps:
+        if self.step >= self._newest + AHEAD + 1 or self.step == STEPS:
             return False
         made = batches.plan_batch(self._decision, self._state, self.step, SIZE)
         if made is None:
@@ -125,7 +118,7 @@ class Loop:
         return self._decided[number]
 
     def _dispatch(self) -> None:
-        window = min(self._newest + self.staleness, self.steps - 1) + 1 - self.step
+        window = min(self._newest + self.staleness, STEPS - 1) + 1 - self.step
         first, rate = self._state.next_group, self._state.signal_rate
         for number in range(first, dispatch_end(first, self._has_signal, window, SIZE, rate)):
             if number not in self._signals:
@@ -137,22 +130,11 @@ class Loop:
         return None if decision is None else decision.status == "trained"
 
 
-@cli.command
-def main() -> None:
-    """Print a row for each signal rate and limit."""
-    cli.parse(cli.parser("tests.bench.dispatching", "Show what the limit of staleness costs."))
-    numbers = ("max_staleness", "oldest trained", "groups dropped", "time of a batch")
-    found = tables.table(("share with signal",), numbers)
-    for name, rate in RATES.items():
-        for staleness in (0, 1, 2):
-            loops = [Loop(rate, staleness, seed).run() for seed in range(SEEDS)]
-            times = fmean(loop.now / STEPS for loop in loops)
-            dropped = f"{fmean(loop.dropped for loop in loops):.0%}"
-            oldest = max(age for loop in loops for age in loop.ages)
-            found.add_row(name, str(staleness), str(oldest), dropped, f"{times:.2f}")
-    tables.show(tables.console, found)
-    tables.say(f"{STEPS} batches of {SIZE} groups, {SLOTS} groups at once, {SEEDS} seeds")
-
-
-if __name__ == "__main__":
-    main()
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize("name", RATES)
+def test_no_batch_is_older_than_the_limit_at_any_rate_of_signal(name: str, staleness: int) -> None:
+    loop = Loop(RATES[name], staleness).run()
+    assert max(loop.ages) <= staleness
+    assert len(loop.ages) == STEPS
+    assert loop.counts["too_old"] / sum(loop.counts.values()) < 0.3
