@@ -5,7 +5,7 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-kind="not cluster" at_once=$(($(nproc) + 2)) # since many tests wait
+kind="not cluster" at_once=$(($(nproc) + 3)) # since many tests wait, and the clusters most
 [ "${1:-}" = quick ] && kind="not slow and not cluster"
 unset PYTHONDONTWRITEBYTECODE # or each of some thousand processes compiles the project once more
 export OMP_NUM_THREADS=1 # or torch's threads spin on cores that the other parts use
@@ -28,7 +28,8 @@ part() { # NAME FOLDER...
 
 named=(tests/kernels)
 if [ "$kind" = "not cluster" ]; then
-  kind=cluster part cluster tests/cluster
+  kind=cluster part faults tests/cluster/test_faults.py
+  kind=cluster part cluster --ignore=tests/cluster/test_faults.py tests/cluster
   part repairs tests/pipeline/test_{chaos,hybrid,killed_run}.py # one of them makes the model for all
   part runs tests/pipeline/test_{sft,stuck_run}.py
 fi

@@ -1,4 +1,4 @@
-"""What clusters do to jobs, done to one long run; the table says what it cost. Needs root.
+"""What clusters do to jobs, done to one run; the table says what it cost. Needs root.
 
     python -m tests.bench.faults [ROW ...]
 
@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.kit.cluster import run_kit
-from tests.kit.cluster.bench import KILL_TICK
-from tests.kit.cluster.hosts import PATH, PATIENCE_S
-from tests.kit.cluster.run_kit import Job, Run
+from tests.kit.cluster.hosts import PATIENCE_S
+from tests.kit.cluster.run_kit import Books, Job, Run
 
 COLUMNS = (
     "fault",
@@ -45,8 +44,6 @@ class Hit:
     """What is put right once the run has recovered without it."""
     began: float = 0.0
     """On the monotonic clock; 0 is when the row began."""
-    is_ticked: bool = False
-    """Whether the ticks that mend it belong to the fault."""
 
 
 @dataclass(frozen=True)
@@ -101,23 +98,7 @@ def node_of(run: Run, wanted: str, unwanted: str = "") -> str:
     return next((node for node in nodes if node not in avoided), nodes[0])
 
 
-def has_fresh_job(run: Run) -> bool:
-    """Whether one has started less than ten seconds ago: the controller may not have saved that."""
-    command = ("squeue", "-h", "-a", "-r", "-t", "RUNNING", "-o", "%M")
-    return any(clock.startswith("0:0") for clock in run.cluster.run(*command, user="root").stdout.split())
-
-
 # faults
-
-
-def requeue(role: str) -> Callable[[Run], Hit]:
-    def strike(run: Run) -> Hit:
-        job = some(run, role)[0]
-        hit = Hit((role,), victims(run, job))
-        run.cluster.run("scontrol", "requeue", job.name, user="root")
-        return hit
-
-    return strike
 
 
 def cancel(role: str) -> Callable[[Run], Hit]:
@@ -204,18 +185,6 @@ def cut(run: Run) -> Hit:
     return Hit(tuple({job.role for job in struck}), old)
 
 
-def controller_killed(run: Run) -> Hit:
-    """A job whose start it has not saved would need a tick; `slurmctld-start` is that row."""
-    run.until("no fresh job", lambda: not has_fresh_job(run))
-    began = time.monotonic()
-    run.cluster.daemon_kill("slurmctld", signal.SIGKILL)
-    refused = run.refused
-    run.tick()
-    assert run.refused == refused + 1, "a tick without a controller did not say so"
-    run.cluster.daemon_start("slurmctld")
-    return Hit(("learner",), began=began)
-
-
 def controller_killed_after_start(run: Run) -> Hit:
     """The controller starts the job again. The node has it already, and drains itself; the job is held."""
     job = some(run, "rollout")[0]
@@ -248,54 +217,13 @@ def book_closed(run: Run) -> Hit:
     return Hit(("rollout",), cancel("rollout")(run).victims, lambda: run.cluster.daemon_start("slurmdbd"))
 
 
-def login_dies(when: str) -> Callable[[Run], Hit]:
-    """The tick is killed by the sbatch that it calls, before or after that has submitted."""
-
-    def strike(run: Run) -> Hit:
-        folder = run.cluster.shared / when
-        folder.mkdir(exist_ok=True)
-        submit = '/usr/bin/sbatch "$@" > /dev/null\n' if when == "after" else ""
-        (folder / "sbatch").write_text(f"#!/bin/sh\n{submit}{KILL_TICK}\n")
-        (folder / "sbatch").chmod(0o755)
-        hit = cancel("rollout")(run)
-        run.until("the job's end", lambda: len(run.jobs("rollout")) < run.counts["rollout"], ticks=False)
-        code = run.launch("tick", str(run.dir.root), check=False, PATH=f"{folder}:{PATH}")
-        assert code in (-9, 137), f"the tick was not killed: {code}"
-        return hit
-
-    return strike
-
-
-def ticks_at_once(run: Run) -> Hit:
-    struck = some(run, "rollout", 2)
-    hit = Hit(("rollout",), victims(run, *struck), is_ticked=True)
-    run.cluster.run("scancel", *(job.name for job in struck))
-    run.until("the jobs' end", lambda: len(run.jobs("rollout")) == run.counts["rollout"] - 2, ticks=False)
-    command = [sys.executable, "-m", "hpc_swe.launch", "tick", run.dir.root]
-    before = len(run.submissions("rollout"))
-    at_once = [
-        run.cluster.popen(*command, cwd=run_kit.ROOT, env=run_kit.ENVIRONMENT, stdout=-3, stderr=-3)
-        for _ in range(8)
-    ]
-    codes = [process.wait(PATIENCE_S) for process in at_once]
-    assert codes == [0] * 8, codes
-    # A third tick may void what a slow sbatch has not answered for yet; its late jobs are then cancelled.
-    run.until("as many jobs as wanted", lambda: len(run.jobs("rollout")) == run.counts["rollout"])
-    assert len(run.submissions("rollout")) > before
-    return hit
-
-
 FAULTS = {
-    "requeue-rollout": Fault("requeue by an admin: a rollout job", requeue("rollout")),
-    "requeue-learner": Fault("requeue by an admin: the learner", requeue("learner")),
     "walltime": Fault("walltime of reward jobs", walltime),
     "preempt-requeue": Fault("preemption, REQUEUE: the learner", preempt_learner),
     "preempt-cancel": Fault("preemption, CANCEL: rollout jobs", preempt_rollout),
-    "scancel": Fault("scancel of one array member", cancel("rollout"), "next tick"),
     "poweroff-learner": Fault("power-off of a learner's node, which comes back", poweroff_of_learners_node),
     "poweroff": Fault("power-off of a node with a rollout job and an engine", poweroff),
     "cut": Fault("link cut and healed, two incarnations alive", cut, "next tick"),
-    "slurmctld": Fault("slurmctld killed and restarted", controller_killed),
     "slurmctld-start": Fault(
         "slurmctld killed right after a job's start", controller_killed_after_start, "next tick"
     ),
@@ -303,9 +231,6 @@ FAULTS = {
         "slurmctld killed right after a submission", controller_killed_after_submission, "next tick"
     ),
     "slurmdbd": Fault("slurmdbd down, and scancel of one array member", book_closed, "next tick"),
-    "login-before": Fault("login node dies between taking and submitting", login_dies("before"), "next tick"),
-    "login-after": Fault("login node dies between submitting and noting", login_dies("after"), "itself"),
-    "ticks": Fault("eight ticks at once", ticks_at_once, "next tick"),
 }
 
 
@@ -326,7 +251,7 @@ def suffer(run: Run, fault: Fault, first: int) -> tuple[Row, int]:
     since = max(at, run.newest)
     run.until("new steps", lambda: run.newest >= since + FRESH, ticks=ticks)
     seconds = time.monotonic() - (hit.began or begun)
-    by = "next tick" if hit.is_ticked or run.submissions() - submissions else "itself"
+    by = "next tick" if run.submissions() - submissions else "itself"
     hit.mend()
     last = run.newest
     books = run.books(first, last)
@@ -345,6 +270,30 @@ def measure(run: Run, names: list[str]) -> list[Row]:
     return rows
 
 
+@dataclass(frozen=True)
+class Ending:
+    """What the run's books say at its end."""
+
+    groups: list[int]
+    """As the batches closed them, in their order."""
+    books: Books
+    dead: int
+    """Messages that nobody could read."""
+
+
+def end(run: Run) -> Ending:
+    """Cancel all jobs at once; nothing but ticks follows until the last step, and nothing is left."""
+    run.cluster.run("scancel", "--me", check=False)
+    run.cluster.resume()
+    last = max(run.manifests) + 1 + FRESH
+    run.start(f"steps={last}")
+    run.until("the run's end", run.dir.finished.exists, most_s=3 * PATIENCE_S)
+    run.require_nothing_left()
+    made = [run.manifests[step] for step in sorted(run.manifests)]
+    groups = [group for each in made for group in (*each.groups, *each.closed)]
+    return Ending(groups, run.books(0, last), len(list(run.dir.root.glob("*/dead/*"))))
+
+
 def markdown(rows: list[Row]) -> str:
     cells = [(r.fault, r.by, f"{r.seconds:.0f}", str(r.lost), str(r.twice), str(r.steps_lost)) for r in rows]
     lines = [COLUMNS, tuple("---" for _ in COLUMNS), *cells]
@@ -360,7 +309,7 @@ def main() -> int:
     names = arguments.rows or list(FAULTS)
     with run_kit.running(reward_min=2 if "walltime" in names else 30) as run:
         table = markdown(measure(run, names))
-        run.end()
+        print(end(run))
     print(f"{table}\n\n{time.monotonic() - began:.0f} s in all")
     if arguments.out:
         arguments.out.write_text(f"{table}\n")

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -70,23 +69,6 @@ def test_a_job_sees_only_the_gpus_that_it_was_given(healthy_cluster):
     assert ran.stdout.strip() == "0"
     refusals = [line.rpartition(": ")[2] for line in ran.stderr.splitlines() if "/dev/gpu" in line]
     assert refusals == ["No such device or address"] + 3 * ["Operation not permitted"]
-
-
-def test_repair_brings_back_what_was_broken(cluster):
-    cluster.repair()
-    submit(cluster, "--array=0-99", script="sleep 3000")
-    cluster.node_poweroff("g1")
-    cluster.cut("c3")
-    cluster.daemon_kill("slurmd@c4")
-    cluster.daemon_kill("slurmctld", signal.SIGKILL)
-    cluster.daemon_kill("slurmdbd", signal.SIGTERM)
-    cluster.repair()
-    assert cluster.jobs() == []
-    # A controller that was killed may use the number of a job again, and a node that knows the job refuses it
-    # for ever: later jobs get numbers beyond those of the array.
-    cluster.reconfigure({"FirstJobId": "1000"})
-    line = ["srun", "--nodes=6", "--partition=preemptible", "true"]
-    wait_for("a step on all nodes", lambda: cluster.run(*line, check=False).returncode == 0)
 
 
 def test_two_clusters_do_not_disturb_each_other_and_leave_no_trace(healthy_cluster):

@@ -4,14 +4,10 @@ Only the node `c2` is. Where the kernel can be made to misbehave for one process
 """
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 NODE = "c2"
 
@@ -33,36 +29,11 @@ def no_user_namespaces() -> None:
     sys.exit(subprocess.run(command, check=False).returncode)
 
 
-def no_apptainer() -> None:
-    os.environ["PATH"] = "/var/empty"
-
-
-def no_tensorboard() -> None:
-    """The same packages, but one, seen by an interpreter without packages of its own."""
-    packages = Path(tempfile.mkdtemp())
-    sites = [Path(folder) for folder in sys.path if folder.endswith("site-packages")]
-    for entry in (entry for site in sites for entry in site.iterdir()):
-        if not entry.name.startswith("tensorboard") and not (packages / entry.name).is_symlink():
-            (packages / entry.name).symlink_to(entry)
-    command = [sys.executable, "-S", *sys.argv[2:]]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": f"{packages}:{Path.cwd()}"}, check=False)
-    shutil.rmtree(packages)
-    sys.exit(done.returncode)
-
-
 def hangs() -> None:
     time.sleep(600)
 
 
-FAULTS: dict[str, Callable[[], None]] = {
-    fault.__name__: fault
-    for fault in (
-        no_user_namespaces,
-        no_apptainer,
-        no_tensorboard,
-        hangs,
-    )
-}
+FAULTS = {fault.__name__: fault for fault in (no_user_namespaces, hangs)}
 
 if __name__ == "__main__":
     if socket.gethostname() == NODE:

@@ -233,10 +233,6 @@ class Cluster:
             if state.startswith("drain") and reason in why:
                 self._as_root("scontrol", "update", f"nodename={node}", "state=resume", check=False)
 
-    def login_poweroff(self) -> None:
-        """All of the ordinary users' processes on the login host die; the controller's daemons live."""
-        self._end_users_of(LOGIN)
-
     def reconfigure(self, settings: Mapping[str, str]) -> None:
         """Changes slurm.conf as `settings` of `start` do, on top of them, until `repair`."""
         text = configuration.slurm_conf(self.layout, {**self.settings, **settings})

@@ -70,7 +70,7 @@ max_model_len = 512
 
 [learner]
 checkpoint_every = 5
-optimizer = { decay = "constant", lr = 1e-6 } # a soak sets another end to a run that exists
+optimizer = { decay = "constant", lr = 1e-6 } # another end is set to a run that exists
 
 [executor]
 type = "slurm"
@@ -136,9 +136,6 @@ class Run:
     manifests: dict[int, BatchManifest] = field(default_factory=dict)
     """All that were ever seen; retention takes the folders."""
     sights: dict[str, Sight] = field(default_factory=dict)
-    ticks: int = 0
-    refused: int = 0
-    """Ticks that the scheduler did not answer."""
     _ticked: float = 0.0
     _closed: threading.Event = field(default_factory=threading.Event)
 
@@ -166,10 +163,9 @@ class Run:
         environment = {**ENVIRONMENT, **env}
         return self.cluster.run(*command, cwd=ROOT, env=environment, check=check).returncode
 
-    def tick(self) -> int:
-        code = self.launch("tick", str(self.dir.root), check=False)
-        self.ticks, self.refused, self._ticked = self.ticks + 1, self.refused + (code == 6), time.monotonic()
-        return code
+    def tick(self) -> None:
+        self.launch("tick", str(self.dir.root), check=False)
+        self._ticked = time.monotonic()
 
     # what is seen
 
@@ -279,11 +275,6 @@ class Run:
                 self.tick()
             time.sleep(0.5)
 
-    def watch(self, seconds: float) -> None:
-        """Let it go on for a while."""
-        deadline = time.monotonic() + seconds
-        self.until("nothing", lambda: time.monotonic() > deadline, most_s=seconds + PATIENCE_S)
-
     def state(self) -> str:
         """For people, when something did not come to pass."""
         alive = {role: [node.owner for node in self.alive(role)] for role in self.counts}
@@ -308,11 +299,6 @@ class Run:
             names.update((row["group_id"], row["index"]) for row in table if row["reward"] is not None)
         twice = sum(count - 1 for count in (*groups.values(), *names.values()))
         return Books(len(names), GROUP * len(groups) - len(names), twice)
-
-    def end(self) -> None:
-        """As a person ends it."""
-        self.launch("stop", str(self.dir.root))
-        self.require_nothing_left()
 
     def require_nothing_left(self) -> None:
         """No job, and no process on any host."""
