@@ -43,11 +43,9 @@ class Board:
 
 
 @pytest.fixture
-def run(tmp_path):
-    made = RunDir(tmp_path / "run")
-    made.make()
-    made.config.write_text('{"steps":7,"groups":{"group_size":4}}')
-    return made
+def run(run):
+    run.config.write_text('{"steps":7,"groups":{"group_size":4}}')
+    return run
 
 
 def spoken(said, **options):

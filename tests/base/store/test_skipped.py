@@ -3,7 +3,6 @@
 import pytest
 
 from hpc_swe.base.errors import ConfigError, NodeError
-from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import skipped
 
 
@@ -20,9 +19,7 @@ from hpc_swe.base.store import skipped
         ([(3, True), (6, True), (4, True)], [3, 4, 6], [3, 4]),
     ],
 )
-def test_the_count_goes_on_over_restarts(tmp_path, batches, steps, in_a_row):
-    run = RunDir(tmp_path)
-    run.make()
+def test_the_count_goes_on_over_restarts(run, batches, steps, in_a_row):
     for step, is_skipped in batches:
         skipped.enter(run, step, is_skipped)
     assert skipped.read(run).steps == steps
@@ -31,10 +28,8 @@ def test_the_count_goes_on_over_restarts(tmp_path, batches, steps, in_a_row):
 
 
 @pytest.mark.parametrize("last", [5, 4])
-def test_weights_that_are_refused_twice_up_to_one_step_are_final(tmp_path, last):
+def test_weights_that_are_refused_twice_up_to_one_step_are_final(run, last):
     """Ticks then submit nothing. Batches that are trained in between change nothing."""
-    run = RunDir(tmp_path)
-    run.make()
     for step in (3, 5):
         with pytest.raises(NodeError, match=f"x is not finite, after step {step}; a faulty node"):
             skipped.refuse_weights(run, step, "x is not finite")

@@ -43,11 +43,6 @@ from tests.kit.coordinator_kit import (
 )
 
 
-@pytest.fixture
-def run(tmp_path):
-    return rundir(tmp_path)
-
-
 def names(run, spool="requests", state="ready"):
     return [a.identity for a in Spool(run.spool(spool), RolloutRequest).addresses(state)]
 

@@ -285,8 +285,7 @@ def test_a_trained_run_without_its_batches_does_not_begin_again(tmp_path, spoil)
         training(run, steps=3)
 
 
-def test_a_late_duplicate_of_a_result_changes_no_published_batch(tmp_path, undisturbed):
-    run = rundir(tmp_path)
+def test_a_late_duplicate_of_a_result_changes_no_published_batch(run, undisturbed):
     finish(run, steps=DEEP)
     for group in range(3):
         for request in requests_of(group):

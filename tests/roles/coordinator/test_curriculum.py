@@ -156,8 +156,7 @@ def test_a_coordinator_restarted_at_every_round_publishes_the_same_mixture(tmp_p
     assert history.visits > last.after.next_group, "some visits were passed over"
 
 
-def test_a_result_for_another_task_than_planned_is_not_taken(tmp_path):
-    run = rundir(tmp_path)
+def test_a_result_for_another_task_than_planned_is_not_taken(run):
     mode = training(run)
     mode.iterate(make_maintenance(run).snapshot())
     (name, *_), scored = (

@@ -131,8 +131,7 @@ def test_a_run_among_foreign_names_does_what_it_does_without_them(tmp_path, foun
 
 @pytest.mark.parametrize("cell", ["status.json", "endpoints.json", "watch.json"])
 @pytest.mark.parametrize("content", [b"", b'{"beat": 1, "ro', b"\xff"])
-def test_cells_of_the_coordinator_that_were_cut_off_are_written_anew(tmp_path, cell, content):
-    run = rundir(tmp_path)
+def test_cells_of_the_coordinator_that_were_cut_off_are_written_anew(run, cell, content):
     put(run, "state", cell, content)
     finish(run, steps=DEEP)
     maintenance = make_maintenance(run)
@@ -143,8 +142,7 @@ def test_cells_of_the_coordinator_that_were_cut_off_are_written_anew(tmp_path, c
 
 
 @pytest.mark.parametrize("cell", ["status.json", "endpoints.json", "watch.json"])
-def test_a_folder_in_the_place_of_a_cell_is_kept_aside(tmp_path, cell):
-    run = rundir(tmp_path)
+def test_a_folder_in_the_place_of_a_cell_is_kept_aside(run, cell):
     put(run, "state", cell, None)
     maintenance = make_maintenance(run)
     for _ in range(2):
@@ -155,8 +153,7 @@ def test_a_folder_in_the_place_of_a_cell_is_kept_aside(tmp_path, cell):
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "zero"])
-def test_what_can_be_read_for_ever_holds_nobody_up(tmp_path, make):
-    run = rundir(tmp_path)
+def test_what_can_be_read_for_ever_holds_nobody_up(run, make):
     mode, maintenance = training(run), make_maintenance(run)
     mode.iterate(maintenance.snapshot())
     first = requests_of(0)[0].name
@@ -172,8 +169,7 @@ def test_what_can_be_read_for_ever_holds_nobody_up(tmp_path, make):
     "damage", [lambda path: path.write_bytes(b"{"), Path.unlink], ids=["cut off", "missing"]
 )
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_weights_without_a_readable_manifest_are_nobody_s_and_stop_nobody(tmp_path, damage, step):
-    run = rundir(tmp_path)
+def test_weights_without_a_readable_manifest_are_nobody_s_and_stop_nobody(run, damage, step):
     for each in range(4):
         export(run, WeightVersion(step=each), WeightVersion(step=each - 1) if each else None)
     damage(run.weight(WeightVersion(step=step)) / folders.NAME)
@@ -184,8 +180,7 @@ def test_weights_without_a_readable_manifest_are_nobody_s_and_stop_nobody(tmp_pa
     assert run.weight(WeightVersion(step=step)).exists(), "it is for people to look at"
 
 
-def test_a_message_far_beyond_the_horizon_opens_no_group(tmp_path):
-    run = rundir(tmp_path)
+def test_a_message_far_beyond_the_horizon_opens_no_group(run):
     mode, maintenance = training(run), make_maintenance(run)
     far = requests_of(90_000)[0]
     for spool in SPOOLS:
@@ -196,8 +191,7 @@ def test_a_message_far_beyond_the_horizon_opens_no_group(tmp_path):
     assert all("090000" not in name for name in atomic.names(run.requests / "ready"))
 
 
-def test_a_result_under_another_member_s_name_is_dropped_and_redone(tmp_path):
-    run = rundir(tmp_path)
+def test_a_result_under_another_member_s_name_is_dropped_and_redone(run):
     mode, maintenance = training(run), make_maintenance(run)
     mode.iterate(maintenance.snapshot())
     one, other = requests_of(0)
@@ -209,8 +203,7 @@ def test_a_result_under_another_member_s_name_is_dropped_and_redone(tmp_path):
     assert f"{one.name}~0" in atomic.names(run.requests / "ready")
 
 
-def test_what_is_in_the_way_of_a_batch_is_kept_aside(tmp_path):
-    run = rundir(tmp_path)
+def test_what_is_in_the_way_of_a_batch_is_kept_aside(run):
     put(run, "batches", "step_000000", b"mine")
     finish(run, steps=1)
     assert batches.published_steps(run) == [0]
@@ -219,9 +212,8 @@ def test_what_is_in_the_way_of_a_batch_is_kept_aside(tmp_path):
     assert folders.manifest(run.batch(0), BatchManifest).step == 0
 
 
-def test_a_copy_under_another_name_makes_no_version(tmp_path):
+def test_a_copy_under_another_name_makes_no_version(run):
     """Engines would load it as the newest, and a learner would go on behind it."""
-    run = rundir(tmp_path)
     export(run, WeightVersion(step=1))
     save(run, 1)
     shutil.copytree(run.weight(WeightVersion(step=1)), run.weight(WeightVersion(step=900, incarnation=7)))

@@ -30,7 +30,6 @@ from tests.kit.coordinator_kit import (
     export,
     make_maintenance,
     requests_of,
-    rundir,
     save,
     training,
     work,
@@ -38,11 +37,6 @@ from tests.kit.coordinator_kit import (
 from tests.kit.crash import in_child, refuse
 
 PROGRESS = Progress("the learner", 3, {"reward/mean": [0.5]}, ["train-000001-00 a0: engine"])
-
-
-@pytest.fixture
-def run(tmp_path):
-    return rundir(tmp_path)
 
 
 @pytest.fixture

@@ -55,11 +55,6 @@ from tests.kit.waiting import DEADLINE_S, until
 POLL_S = 0.01
 
 
-@pytest.fixture
-def run(tmp_path):
-    return rundir(tmp_path)
-
-
 def evaluating(run, tasks=("x", "y"), config=HELD_OUT):
     return Evaluating(run, Evaluator(run, tasks, config, 5, Log(run.metric_log("c"))), 2)
 

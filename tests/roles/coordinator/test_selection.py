@@ -43,9 +43,8 @@ def test_a_round_begins_with_the_weights_of_its_step_or_not(newest, every, expor
     assert due(newest, every, export_every) == step
 
 
-def test_a_slow_evaluation_keeps_the_weights_of_one_round_and_no_more(tmp_path):
+def test_a_slow_evaluation_keeps_the_weights_of_one_round_and_no_more(run):
     """Of 20 rounds, those that are due meanwhile are left out, and nobody waits for their weights."""
-    run = rundir(tmp_path)
     maintenance = make_maintenance(run, retention=KEPT)
     mode = training(run, **OPTIONS)
     for _ in range(20):
@@ -76,9 +75,8 @@ def test_an_evaluation_that_an_outage_spoiled_counts_for_no_end(failed, since):
     assert select(dict(zip((0, 5, 10), rates, strict=True))).rounds_since == since
 
 
-def test_results_of_a_round_are_not_those_of_another_when_every_changes(tmp_path):
+def test_results_of_a_round_are_not_those_of_another_when_every_changes(run):
     """The round of step 2 is under way when `eval.every` becomes 3; the coordinator starts again."""
-    run = rundir(tmp_path)
     maintenance, mode = make_maintenance(run), training(run, **OPTIONS | {"every": 2})
     for _ in range(30):
         mode.iterate(maintenance.snapshot())
@@ -124,8 +122,7 @@ def train(run, patience, best):
     raise AssertionError("not done")
 
 
-def test_a_sign_that_the_learner_saw_ends_the_run_after_what_is_published(tmp_path):
-    run = rundir(tmp_path)
+def test_a_sign_that_the_learner_saw_ends_the_run_after_what_is_published(run):
     maintenance, mode = make_maintenance(run), training(run, steps=STEPS)
     for _ in range(60):
         progress = mode.iterate(maintenance.snapshot())
@@ -144,8 +141,7 @@ def test_a_sign_that_the_learner_saw_ends_the_run_after_what_is_published(tmp_pa
     assert weights.newest(run).step == steps, "the learner trained what was published"
 
 
-def test_the_best_weights_outlive_the_newest(tmp_path):
-    run = rundir(tmp_path)
+def test_the_best_weights_outlive_the_newest(run):
     mode = train(run, patience=0, best=1)
     assert len(mode._evaluator._rates) > 4
     assert {version.step for version in weights.published(run)} == {1, STEPS - 1, STEPS}

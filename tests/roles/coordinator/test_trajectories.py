@@ -118,8 +118,3 @@ def test_held_out_samples_lie_beside_every_nth_batch_and_the_last(run):
         m for rank in (0, 1) for m in atomic.get(run.batch(4) / run.validation_file(rank), Batch).microbatches
     ]
     assert sum(float(w) for m in micro for w in memoryview(m.weights).cast("f")) == pytest.approx(1.0)
-
-
-@pytest.fixture
-def run(tmp_path):
-    return rundir(tmp_path)

@@ -7,7 +7,6 @@ import pytest
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import stop_signs
 from hpc_swe.config.settings import StopConfig
-from tests.kit.coordinator_kit import rundir
 
 stop = pytest.importorskip("hpc_swe.roles.learner.stop")
 
@@ -37,50 +36,48 @@ def steps(run: RunDir, config: StopConfig, changes: dict[str, list[float]], firs
         ({"length_growth": 2}, "episodes/tokens", [90, 110, 100, 150, 210, 199, 201, 220, 230], "above 200"),
     ],
 )
-def test_a_sign_in_three_batches_in_a_row_ends_the_run(tmp_path, config, curve, values, reason):
-    found = steps(rundir(tmp_path), StopConfig(**config), {curve: values})
+def test_a_sign_in_three_batches_in_a_row_ends_the_run(run, config, curve, values, reason):
+    found = steps(run, StopConfig(**config), {curve: values})
     assert found[:-1] == [""] * (len(values) - 1)
     assert found[-1].startswith(f"{curve} was ")
     assert reason in found[-1]
 
 
-def test_without_bounds_nothing_ends_and_only_the_first_steps_are_kept(tmp_path):
-    run = rundir(tmp_path)
+def test_without_bounds_nothing_ends_and_only_the_first_steps_are_kept(run):
     assert steps(run, StopConfig(batches=2), {"gap/k3": [9.0] * 5}) == [""] * 5
     assert [each.step for each in stop_signs.read(run).steps] == [0, 1]
 
 
-def test_a_length_is_compared_with_the_first_steps_when_batches_are_raised(tmp_path):
+def test_a_length_is_compared_with_the_first_steps_when_batches_are_raised(run):
     """Only so many were kept as there were batches; later ones do not stand in for the others."""
-    run = rundir(tmp_path)
     steps(run, StopConfig(batches=2), {"episodes/tokens": [100.0] * 2 + [300.0] * 8})
     found = steps(run, StopConfig(batches=4, length_growth=2), {"episodes/tokens": [300.0] * 4}, 10)
     assert found[:-1] == [""] * 3
     assert "above 200 in steps 10 to 13" in found[-1]
 
 
-def test_the_record_stays_small_and_knows_the_first_lengths(tmp_path):
-    run, config = rundir(tmp_path), StopConfig(batches=2, length_growth=3)
+def test_the_record_stays_small_and_knows_the_first_lengths(run):
+    config = StopConfig(batches=2, length_growth=3)
     assert not any(steps(run, config, {"episodes/tokens": [100.0] * 2 + [250.0] * 40}))
     assert [each.step for each in stop_signs.read(run).steps] == [0, 1, 40, 41]
 
 
-def test_steps_that_are_trained_again_replace_themselves(tmp_path):
-    run, config = rundir(tmp_path), StopConfig(gap=0.01)
+def test_steps_that_are_trained_again_replace_themselves(run):
+    config = StopConfig(gap=0.01)
     assert steps(run, config, {"gap/k3": [0.1, 0.1]}) == ["", ""]
     assert steps(run, config, {"gap/k3": [0.1, 0.1]}) == ["", ""], "two steps, each of them twice"
     assert steps(run, config, {"gap/k3": [0.1]}, first=2)[0]
     assert [each.step for each in stop_signs.read(run).steps] == [0, 1, 2]
 
 
-def test_a_step_without_a_number_shows_nothing(tmp_path):
-    run, config = rundir(tmp_path), StopConfig(batches=2, gap=0.01)
+def test_a_step_without_a_number_shows_nothing(run):
+    config = StopConfig(batches=2, gap=0.01)
     assert steps(run, config, {"gap/k3": [0.1, math.nan, 0.1]}) == ["", "", ""]
     assert steps(run, config, {"gap/k3": [0.1]}, first=3)[0]
 
 
-def test_a_person_who_changes_the_bounds_lets_the_run_go_on(tmp_path):
-    run, config = rundir(tmp_path), StopConfig(batches=2, length_growth=2)
+def test_a_person_who_changes_the_bounds_lets_the_run_go_on(run):
+    config = StopConfig(batches=2, length_growth=2)
     assert steps(run, config, {"episodes/tokens": [100.0, 100.0, 300.0, 300.0]})[-1]
     stop_signs.forgive(run)
     assert stop_signs.read(run).reason == ""

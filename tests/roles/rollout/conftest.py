@@ -1,7 +1,6 @@
 """Recorders on every form of template."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
@@ -20,9 +19,7 @@ def builder(tmp_path_factory: pytest.TempPathFactory) -> TokenBuilder:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    run = RunDir(tmp_path / "run")
-    run.make()
+def run(run: RunDir) -> RunDir:
     serve(run, a=[V1], b=[V1])
     return run
 
