@@ -15,6 +15,7 @@ import msgspec
 
 from hpc_swe.base.errors import ConfigError, boundary
 from hpc_swe.base.syntax import PythonText, parse, require_shallow
+from hpc_swe.tasks.sets import _exercises
 from hpc_swe.tasks.sets._exercises import first_python, with_names
 from hpc_swe.tasks.sets._published import published
 from hpc_swe.tasks.swebench_rows import columns, read_records
@@ -234,7 +235,7 @@ def _tests_of_check(text: str, entry_point: str, head: str) -> str:
     The test has its own copy of what stands above the function, which a patch could replace. Raise ValueError
     if there is no such function.
     """
-    source = PythonText(text)
+    source = _exercises.read("test", text)
     module = source.tree
     check = next((n for n in module.body if isinstance(n, ast.FunctionDef) and n.name == "check"), None)
     if check is None or len(check.args.args) != 1:

@@ -219,6 +219,7 @@ def test_a_packed_text_cannot_run_code(tmp_path: Path) -> None:
         (kodcode() | {"test": "def test_a(): assert 1 == 1"}, r"column test uses nothing of the solution"),
         (kodcode() | {"solution": "print 1"}, r"column solution is not Python"),
         (mbpp() | {"test_list": ["assert double(1) == 2", "assert ("]}, r"test_list\[1\] is not Python"),
+        (humaneval() | {"test": "const testMean = () => {\n"}, r"column test is not Python"),
         (mbpp() | {"test_list": ["assert 1 == 1"]}, r"column test_list: its assertions call no function"),
         (
             acecode() | {"inferences": [], "test_cases": ["assert isclose(sqrt(4), 2)"]},
