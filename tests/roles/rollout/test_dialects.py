@@ -16,9 +16,9 @@ import pytest
 
 from hpc_swe.agents.chat import TokenBuilder
 from hpc_swe.agents.loops.base import ChatAddress
-from hpc_swe.base.records import ExitStatus, Turn, id_array
+from hpc_swe.base.records import ExitStatus
 from hpc_swe.base.rundir import RunDir
-from tests.kit.recording import Stage, stage
+from tests.kit.recording import Stage, exact, stage
 from tests.kit.waiting import DEADLINE_S, until
 
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
@@ -208,29 +208,12 @@ def address(on: Stage) -> Iterator[ChatAddress]:
         yield address
 
 
-def prompt_of(turns: list[Turn], turn: Turn) -> list[int]:
-    known: list[int] = []
-    if turn.parent is not None:
-        before = turns[turn.parent]
-        known = [*prompt_of(turns, before), *before.completion.tolist()]
-    return [*known, *id_array(turn.appended_ids).tolist()]
-
-
-def exact(on: Stage) -> list[Turn]:
-    """The recorded turns, which hold what the engine saw and sampled, to the token."""
-    turns = on.recorder.close("over")
-    recorded = [(prompt_of(turns, turn), turn.completion.tolist()) for turn in turns]
-    seen = [(call.prompt, call.answer.token_ids) for call in on.engine.calls if call.answer]
-    assert sorted(recorded) == sorted(seen)
-    return turns
-
-
 @dialects
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_session_is_one_exact_chain(on: Stage, address: ChatAddress, dialect: str, stream: bool) -> None:
     program = DIALECTS[dialect](address, stream=stream)
     assert [program.turn() for _ in range(3)] == ["Look.", "Mend.", "Done."]
-    turns = exact(on)
+    turns = exact(on.recorder.close("over"), on.engine)
     assert [(turn.parent, turn.delivered) for turn in turns] == [(None, True), (0, True), (1, True)]
     shown = on.builder.tokens.decode(on.engine.calls[0].prompt)
     assert '"name": "view"' in shown
@@ -262,7 +245,7 @@ def test_sub_agents_at_the_same_time_have_exact_chains(on: Stage, address: ChatA
     for thread in threads:
         thread.join()
     main.turn()
-    turns = exact(on)
+    turns = exact(on.recorder.close("over"), on.engine)
     assert (on.recorder.counts["chains"], len(turns), on.recorder.main) == (3, 8, 0)
     assert turns[-1].parent == 0
 
@@ -275,7 +258,7 @@ def test_a_compressed_history_is_a_chain_of_its_own(on: Stage, address: ChatAddr
     program.body = program.started("Summary: it was repaired.")
     for _ in range(2):
         program.turn()
-    assert [turn.parent for turn in exact(on)] == [None, 0, None, 2]
+    assert [turn.parent for turn in exact(on.recorder.close("over"), on.engine)] == [None, 0, None, 2]
 
 
 @dialects
@@ -301,7 +284,7 @@ def test_after_a_cut_connection_the_answer_that_came_is_extended(
     gone.set()
     for _ in range(2):
         program.turn()
-    turns = exact(on)
+    turns = exact(on.recorder.close("over"), on.engine)
     assert sorted((turn.parent or 0, turn.delivered) for turn in turns) == [
         (0, False), (0, True), (0, True), (turns[-1].parent, True),
     ]  # fmt: skip

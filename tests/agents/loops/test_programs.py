@@ -1,0 +1,137 @@
+"""The programs of configs/agents in the sandbox: what they ask is recorded to the token, however they end."""
+
+import dataclasses
+from collections import deque
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from hpc_swe.agents.loops.cli_agent import CliAgent
+from hpc_swe.base.errors import EngineError
+from hpc_swe.base.records import Episode, ExitStatus, RolloutRequest, Sampling
+from hpc_swe.roles.rollout import episode
+from tests.kit.recording import exact
+from tests.kit.sessions_kit import KITS, World, call, configured, overlay
+from tests.kit.stage import Rig, rig
+
+pytestmark = pytest.mark.slow
+PATH, OLD, NEW = "/testbed/calc/core.py", "a - b", "a + b"
+SED = f"sed -i 's/{OLD}/{NEW}/' {PATH}; git diff"
+SESSIONS = {
+    "claude_code": [
+        "Look.\n" + call("Read", file_path=PATH) + "\n" + call("Bash", command="ls"),
+        call("Edit", file_path=PATH, old_string=OLD, new_string=NEW),
+        "Done.",
+    ],
+    "codex": [
+        "Look.\n" + call("exec_command", cmd=f"cat {PATH}") + "\n" + call("exec_command", cmd="ls"),
+        call("exec_command", cmd=SED),
+        "Done.",
+    ],
+    "opencode": [
+        "Look.\n" + call("read", filePath=PATH) + "\n" + call("bash", command="ls", description="List."),
+        call("edit", filePath=PATH, oldString=OLD, newString=NEW),
+        "Done.",
+    ],
+    "pi": [
+        "Look.\n" + call("read", path=PATH) + "\n" + call("bash", command="ls"),
+        call("edit", path=PATH, edits=[{"oldText": OLD, "newText": NEW}]),
+        "Done.",
+    ],
+}
+LONG = {
+    "claude_code": call("Bash", command="seq 1 20000"),
+    "codex": call("exec_command", cmd="seq 1 20000", max_output_tokens=20000),
+    "opencode": call("bash", command="seq 1 20000", description="Count."),
+    "pi": call("bash", command="seq 1 20000"),
+}
+
+
+@pytest.fixture(params=SESSIONS)
+def program(request: pytest.FixtureRequest) -> str:
+    """Name of a program's configuration whose kit is there."""
+    return there(request.param)
+
+
+def there(name: str) -> str:
+    kit = name.replace("_", "-")
+    if not (KITS / kit / "stamp").exists():
+        pytest.skip(f"{kit} is not installed: containers/build_agents.sh {kit}")
+    return name
+
+
+def made(
+    world: World,
+    name: str,
+    folder: Path,
+    replies: list[str],
+    *,
+    context: int = 200_000,
+    wait_s: float = 60.0,
+    **changes: object,
+) -> Rig:
+    folder.mkdir(exist_ok=True)
+    config = configured(name, overlay(world, [], folder / "run.toml"), engine="vllm")
+    (task,) = config.taskset.load("train")
+    agent = replace(config.agent, **changes)
+    on = rig(folder / "run", folder / "toy", agent, config.sandbox, replies, wait_s, context=context)
+    on.means = dataclasses.replace(on.means, tasks={task.task_id: task})
+    return on
+
+
+def played(on: Rig) -> Episode:
+    (task_id,) = on.means.tasks
+    request = RolloutRequest(group_id=0, index=0, task_id=task_id, seed=0, sampling=Sampling(max_tokens=500))
+    recorder = on.means.recorder(request)
+    return episode.record(request, recorder, episode.play(on.means, request, recorder), "test")
+
+
+def test_a_session_is_one_exact_chain(world: World, program: str, tmp_path: Path) -> None:
+    on = made(world, program, tmp_path, SESSIONS[program])
+    done = played(on)
+    assert (done.exit_status, done.error) == (ExitStatus.SUBMITTED, "")
+    assert [turn.parent for turn in exact(done.turns, on.engine)] == [None, 0, 1]
+    assert f"+    return {NEW}" in done.submission
+    assert done.counts["undelivered"] == done.counts["parse_errors"] == 0
+
+
+def test_a_full_context_ends_a_session_at_once(world: World, program: str, tmp_path: Path) -> None:
+    on = made(world, program, tmp_path, [LONG[program]] * 40, context=100_000)
+    on.engine.apart = {"It was counted.": ["Done."], "<summary>": ["<summary>It was counted.</summary>"]}
+    done = played(on)
+    turns = exact(done.turns, on.engine)
+    if program == "claude_code":  # which lets its history be summed up, and goes on
+        assert (done.exit_status, done.error) == (ExitStatus.SUBMITTED, "")
+        assert turns[-1].parent is None
+    else:
+        assert done.exit_status == ExitStatus.CONTEXT, done.error
+        assert "prompt is too long" in done.error
+
+
+def test_the_last_turn_and_a_failed_engine_end_a_session_at_once(
+    world: World, program: str, tmp_path: Path
+) -> None:
+    done = played(made(world, program, tmp_path / "turns", SESSIONS[program], max_turns=1))
+    assert (done.exit_status, len(done.turns)) == (ExitStatus.MAX_TURNS, 1), done.error
+    on = made(world, program, tmp_path / "engine", SESSIONS[program], wait_s=1.0)
+    on.engine.faults = deque([None, *[EngineError("gone")] * 50])
+    done = played(on)
+    assert (done.exit_status, len(done.turns)) == (ExitStatus.INFRA_ERROR, 1), done.error
+
+
+def test_parallel_sub_agents_of_claude_code_are_exact_chains(world: World, tmp_path: Path) -> None:
+    tasks = [
+        call("Agent", description="Look.", prompt=f"Look into {name}.", subagent_type="general-purpose")
+        for name in ("this one", "that one")
+    ]
+    on = made(world, there("claude_code"), tmp_path, ["Two.\n" + "\n".join(tasks), "Done."])
+    agent = on.means.agent
+    assert isinstance(agent, CliAgent)
+    command = agent.command.replace("Read,Write", "Read,Write,Agent")
+    on.means = dataclasses.replace(on.means, agent=replace(agent, command=command))
+    on.engine.apart = {"Look into th": [call("Bash", command="ls"), "Seen."]}
+    done = played(on)
+    turns = exact(done.turns, on.engine)
+    assert done.exit_status == ExitStatus.SUBMITTED, done.error
+    assert done.counts["chains"] == 3, [turn.parent for turn in turns]
