@@ -1,7 +1,9 @@
 """Read a model's shape from its config.json; without torch, so that a login node can estimate with it."""
 
 import json
+import math
 from codecs import BOM_UTF8
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,10 @@ from typing import Any
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.models.rope import Rope
 
-KNOWN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+KNOWN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5", "qwen3_5_text", "qwen3_moe")
+WITH_DELTA_NETS = ("qwen3_5", "qwen3_5_text")
+WRAPPED = ("qwen3_5",)
+"""Types of models of text and images; the configuration of the text model is their text_config."""
 NEEDED = (
     "num_hidden_layers",
     "hidden_size",
@@ -18,9 +23,16 @@ NEEDED = (
     "vocab_size",
     "rms_norm_eps",
 )
-
-
 OF_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok")
+OF_DELTA_NETS = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+    "layer_types",
+    "head_dim",
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,49 @@ class Parameters:
 
 
 @dataclass(frozen=True)
+class DeltaNet:
+    """Hold the sizes of gated delta nets, which take the place of attention in some layers."""
+
+    layers: frozenset[int]
+    """Which layers, counted from 0."""
+    key_heads: int
+    value_heads: int
+    """A multiple of `key_heads`: as many value heads share the query and the key of one."""
+    key_dim: int
+    value_dim: int
+    kernel: int
+    """Number of tokens that the convolution sees."""
+
+    @property
+    def keys(self) -> int:
+        """Return the width of all keys, which is that of all queries."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def mixed(self) -> int:
+        """Return the width of queries, keys and values, which pass the convolution."""
+        return 2 * self.keys + self.values
+
+    def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """Return the sizes of a layer's tensors, by name in a Hugging Face folder."""
+        return {
+            "linear_attn.in_proj_qkv.weight": (self.mixed, hidden),
+            "linear_attn.in_proj_z.weight": (self.values, hidden),
+            "linear_attn.in_proj_b.weight": (self.value_heads, hidden),
+            "linear_attn.in_proj_a.weight": (self.value_heads, hidden),
+            "linear_attn.conv1d.weight": (self.mixed, 1, self.kernel),
+            "linear_attn.A_log": (self.value_heads,),
+            "linear_attn.dt_bias": (self.value_heads,),
+            "linear_attn.norm.weight": (self.value_dim,),
+            "linear_attn.out_proj.weight": (hidden, self.values),
+        }
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Hold everything that the architecture leaves open."""
 
@@ -69,6 +124,13 @@ class ModelShape:
     experts_per_token: int
     renormalize: bool
     """True when the chosen experts' probabilities are scaled to sum to one."""
+    delta: DeltaNet | None = None
+    """Set for a model with delta nets: its other layers have attention whose output is gated, and its norms
+    multiply by one plus their weights."""
+    prefix: str = "model."
+    """Of the names of the text model's tensors, but for the head."""
+    is_wrapped: bool = False
+    """Whether the folder also has a model of images, which is not trained."""
 
     @classmethod
     def read(cls, folder: Path) -> "ModelShape":
@@ -78,7 +140,13 @@ class ModelShape:
         """
         path, config = folder / "config.json", read_config(folder)
         _refuse_unknown(path, config)
-        experts = _experts(config)
+        experts, is_wrapped = _experts(config), config["model_type"] in WRAPPED
+        rope = Rope.read(config, f"model: {path}")
+        if (rope.share != 1) != has_delta_nets(config):
+            raise ConfigError(
+                f"model: {path} has a partial_rotary_factor of {rope.share:g} for model_type "
+                f"{config['model_type']!r}, which is not supported"
+            )
         return cls(
             layers=config["num_hidden_layers"],
             hidden=config["hidden_size"],
@@ -88,14 +156,22 @@ class ModelShape:
             ffn=config["moe_intermediate_size" if experts else "intermediate_size"],
             vocab=config["vocab_size"],
             eps=config["rms_norm_eps"],
-            rope=Rope.read(config, f"model: {path}"),
+            rope=rope,
             tied=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=config["model_type"] == "qwen2",
-            qk_norm=config["model_type"] in ("qwen3", "qwen3_moe"),
+            qk_norm=config["model_type"] not in ("llama", "mistral", "qwen2"),
             experts=experts,
             experts_per_token=int(config.get("num_experts_per_tok") or 0),
             renormalize=bool(config.get("norm_topk_prob", False)),
+            delta=_delta_net(config),
+            prefix="model.language_model." if is_wrapped else "model.",
+            is_wrapped=is_wrapped,
         )
+
+    @property
+    def attention_layers(self) -> int:
+        """Return how many layers have attention."""
+        return self.layers - (len(self.delta.layers) if self.delta else 0)
 
     @property
     def routing_bytes(self) -> int:
@@ -105,11 +181,33 @@ class ModelShape:
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Return the sizes of the tensors in a Hugging Face folder, by name; a tied output has none."""
+        common, attention, table = (
+            self._common_tensors(),
+            self._attention_tensors(),
+            (self.vocab, self.hidden),
+        )
+        found = {f"{self.prefix}embed_tokens.weight": table, f"{self.prefix}norm.weight": (self.hidden,)}
+        for layer in range(self.layers):
+            is_delta = self.delta is not None and layer in self.delta.layers
+            own = self.delta.tensors(self.hidden) if self.delta and is_delta else attention
+            found |= {f"{self.prefix}layers.{layer}.{name}": size for name, size in (common | own).items()}
+        return found | ({} if self.tied else {"lm_head.weight": table})
+
+    def _common_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Return those that each layer has: norms and the MLP."""
+        names = ("input_layernorm", "post_attention_layernorm")
+        layer: dict[str, tuple[int, ...]] = {f"{name}.weight": (self.hidden,) for name in names}
+        mlp = {name: (self.ffn, self.hidden) for name in ("gate", "up")} | {"down": (self.hidden, self.ffn)}
+        if self.experts:
+            layer["mlp.gate.weight"] = (self.experts, self.hidden)
+        for place in [f"experts.{number}." for number in range(self.experts)] or [""]:
+            layer |= {f"mlp.{place}{name}_proj.weight": size for name, size in mlp.items()}
+        return layer
+
+    def _attention_tensors(self) -> dict[str, tuple[int, ...]]:
         width, heads, groups = self.hidden, self.heads * self.head_dim, self.groups * self.head_dim
-        rows = {"q": heads, "k": groups, "v": groups}
+        rows = {"q": heads * (2 if self.delta else 1), "k": groups, "v": groups}
         layer: dict[str, tuple[int, ...]] = {
-            "input_layernorm.weight": (width,),
-            "post_attention_layernorm.weight": (width,),
             "self_attn.o_proj.weight": (width, heads),
             **{f"self_attn.{name}_proj.weight": (count, width) for name, count in rows.items()},
         }
@@ -117,18 +215,7 @@ class ModelShape:
             layer |= {f"self_attn.{name}_proj.bias": (count,) for name, count in rows.items()}
         if self.qk_norm:
             layer |= {f"self_attn.{name}_norm.weight": (self.head_dim,) for name in "qk"}
-        mlp = {"gate": (self.ffn, width), "up": (self.ffn, width), "down": (width, self.ffn)}
-        if self.experts:
-            layer["mlp.gate.weight"] = (self.experts, width)
-        for place in [f"experts.{number}." for number in range(self.experts)] or [""]:
-            layer |= {f"mlp.{place}{name}_proj.weight": size for name, size in mlp.items()}
-        table = (self.vocab, width)
-        return {
-            "model.embed_tokens.weight": table,
-            **{f"model.layers.{n}.{name}": size for n in range(self.layers) for name, size in layer.items()},
-            "model.norm.weight": (width,),
-            **({} if self.tied else {"lm_head.weight": table}),
-        }
+        return layer
 
     @property
     def parameters(self) -> Parameters:
@@ -136,17 +223,25 @@ class ModelShape:
 
         With h hidden, H and G heads and key-value heads times head_dim, and f the inner width, a layer has q,
         k, v and o of h (2 H + 2 G), their biases if any, an MLP of 3 h f or as many experts with a router of
-        h, two norms of h, and norms of q and k of head_dim each. Around the layers are the embedding, the
-        output unless it is tied, and the final norm.
+        h, two norms of h, and norms of q and k of head_dim each. A gated output adds h H. A delta net has the
+        tensors that `DeltaNet` lists. Around the layers are the embedding, the output unless it is tied, and
+        the final norm.
         """
         heads, groups = self.heads * self.head_dim, self.groups * self.head_dim
-        attention = self.hidden * (2 * heads + 2 * groups) + self.qkv_bias * (heads + 2 * groups)
-        mlp = 3 * self.hidden * self.ffn * max(1, self.experts)
-        norms = 2 * self.hidden + 2 * self.head_dim * self.qk_norm + self.hidden * self.experts
+        gates = heads if self.delta else 0
+        attention = self.hidden * (2 * heads + 2 * groups + gates) + self.qkv_bias * (heads + 2 * groups)
+        attention, norms = attention * self.attention_layers, self.attention_layers * 2 * self.head_dim
+        whole = self.layers * (2 * self.hidden + self.hidden * self.experts) + self.hidden
+        whole += norms * self.qk_norm
+        if self.delta:
+            norms = self.delta.value_dim * len(self.delta.layers)
+            sizes = self.delta.tensors(self.hidden).values()
+            attention += sum(map(math.prod, sizes)) * len(self.delta.layers) - norms
+            whole += norms
+        mlp = 3 * self.hidden * self.ffn * max(1, self.experts) * self.layers
         tables = self.vocab * self.hidden * (1 if self.tied else 2)
         split, experts = (attention, mlp) if self.experts else (attention + mlp, 0)
-        whole = self.layers * norms + self.hidden
-        return Parameters(tables, self.layers * split, self.layers * experts, whole)
+        return Parameters(tables, split, experts, whole)
 
 
 def refuse_mark(path: Path) -> None:
@@ -169,8 +264,34 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return what config.json of a model says; raise ConfigError if it cannot be read."""
-    return read_json(folder / "config.json")
+    """Return what config.json of a model says; raise ConfigError if it cannot be read.
+
+    What it says of the text model of a wrapped one stands beside the rest, in place of equal keys.
+    """
+    config = read_json(folder / "config.json")
+    inner = config.get("text_config")
+    if config.get("model_type") not in WRAPPED or not isinstance(inner, dict):
+        return config
+    ties = [each["tie_word_embeddings"] for each in (config, inner) if "tie_word_embeddings" in each]
+    if len(set(ties)) == 2:
+        raise ConfigError(
+            f"model: {folder / 'config.json'} sets tie_word_embeddings and text_config.tie_word_embeddings, "
+            "which differ; keep the one that the model was trained with"
+        )
+    return config | inner | {"model_type": config["model_type"]}
+
+
+def _delta_net(config: dict[str, Any]) -> DeltaNet | None:
+    if not has_delta_nets(config):
+        return None
+    kinds = config["layer_types"]
+    layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+    return DeltaNet(layers, *(config[key] for key in OF_DELTA_NETS[:5]))
+
+
+def has_delta_nets(config: Mapping[str, Any]) -> bool:
+    """Return whether some layers of a model have gated delta nets in place of attention."""
+    return config.get("model_type") in WITH_DELTA_NETS
 
 
 def _experts(config: dict[str, Any]) -> int:
@@ -183,13 +304,14 @@ def _refuse_unknown(path: Path, config: dict[str, Any]) -> None:
         raise ConfigError(f"model: {path} has model_type {kind!r}; supported: {', '.join(KNOWN)}")
     needed = [*NEEDED, *(OF_EXPERTS if _experts(config) else ("intermediate_size",))]
     needed += ["head_dim"] if kind == "qwen3" else []  # transformers would take 128, whatever the tensors are
+    needed += OF_DELTA_NETS if has_delta_nets(config) else ()
     if missing := [key for key in needed if config.get(key) is None]:
         raise ConfigError(f"model: {path} has no {', '.join(missing)}; add what the model was trained with")
     # transformers reads a mistral without this key as one that has a window
     window = config.get("sliding_window", 4096) if kind == "mistral" else config.get("use_sliding_window")
     unsupported = {
         "sliding_window" if kind == "mistral" else "use_sliding_window": bool(window),
-        "layer_types": not {"full_attention"}.issuperset(config.get("layer_types") or ()),
+        "layer_types": not _has_known_layers(config),
         "attention_bias": bool(config.get("attention_bias")) and kind != "qwen2",
         "mlp_bias": bool(config.get("mlp_bias")),
         "mlp_only_layers": bool(config.get("mlp_only_layers")),
@@ -197,6 +319,20 @@ def _refuse_unknown(path: Path, config: dict[str, Any]) -> None:
         "hidden_act": config.get("hidden_act", "silu") != "silu",
         "quantization_config": bool(config.get("quantization_config")),
     }
+    if has_delta_nets(config):
+        unsupported |= {
+            "attn_output_gate": not config.get("attn_output_gate", True),
+            "output_gate_type": config.get("output_gate_type", "silu") not in ("silu", "swish"),
+            "layer_scale": bool(config.get("layer_scale")),
+        }
     if any(unsupported.values()):
         names = ", ".join(name for name, present in unsupported.items() if present)
         raise ConfigError(f"model: {path} sets {names}, which is not supported")
+
+
+def _has_known_layers(config: dict[str, Any]) -> bool:
+    kinds = config.get("layer_types") or ()
+    if not has_delta_nets(config):
+        return {"full_attention"}.issuperset(kinds)
+    are_known = {"full_attention", "linear_attention"}.issuperset(kinds)
+    return are_known and len(kinds) == config["num_hidden_layers"]

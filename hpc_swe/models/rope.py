@@ -40,6 +40,8 @@ class Rope:
     """yarn: the bounds between which dimensions are stretched in part are rounded to whole dimensions."""
     attention_factor: float = 1.0
     """Factor of cosines and sines."""
+    share: float = 1.0
+    """Share of a head's dimensions that turn, the first ones; the others have no position."""
 
     @classmethod
     def read(cls, config: Mapping[str, Any], where: str) -> "Rope":
@@ -61,15 +63,17 @@ class Rope:
         kind = found.get("rope_type") or found.get("type") or "default"
         if kind not in KINDS:
             raise ConfigError(f"{where} sets rope_type {kind!r}; supported: {', '.join(KINDS)}")
-        if found.get("partial_rotary_factor") not in (None, 1):
-            raise ConfigError(f"{where} sets partial_rotary_factor, which is not supported")
+        share = float(found.get("partial_rotary_factor") or 1)
+        if share != 1 and kind != "default":
+            raise ConfigError(f"{where} sets partial_rotary_factor with rope_type {kind!r}: not supported")
         missing = [key for key in NEEDED[kind] if found.get(key) is None]
         if missing:
             raise ConfigError(
                 f"{where} has no {', '.join(missing)} for its rope_type {kind!r}; add what the model was "
                 "trained with"
             )
-        return cls(kind=kind, theta=float(found["rope_theta"]), **_scaling(where, kind, found, config))
+        more = _scaling(where, kind, found, config)
+        return cls(kind=kind, theta=float(found["rope_theta"]), share=share, **more)
 
 
 def is_yarn(config: Mapping[str, Any]) -> bool:

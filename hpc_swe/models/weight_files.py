@@ -17,7 +17,12 @@ from hpc_swe.models.model_shape import ModelShape, read_config, read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
+IMAGES = "model.visual."
+UNTRAINED = (IMAGES, "mtp.")
+"""Names of tensors that only accompany a model with delta nets begin so: a model of images, and layers that
+predict several tokens at once."""
 IGNORED = "rotary_emb.inv_freq"
 """Names of tensors that no reader wants end so: angles, which older checkpoints store."""
 TYPES = ("BF16", "F16", "F32", "F64")
@@ -115,6 +120,11 @@ def require_tensors(folder: Path, shape: ModelShape, key: str = "model") -> None
     if not all((folder / name).is_file() for name in set(index.values()) or {SINGLE}):
         return
     found = locate(folder)
+    if shape.is_wrapped and not any(name.startswith(IMAGES) for name in found):
+        raise ConfigError(
+            f"{key}: {folder / (INDEX if index else SINGLE)} has no tensor {IMAGES}*, but config.json has "
+            "model_type 'qwen3_5', a model of text and images; copy it again, or save the text model alone"
+        )
     for name, size in shape.tensors.items():
         tensor = found.get(name)
         if tensor is None:
@@ -128,6 +138,11 @@ def require_tensors(folder: Path, shape: ModelShape, key: str = "model") -> None
         else:
             continue
         raise ConfigError(f"{key}: {path} {where}; copy it again, or give another one")
+
+
+def untrained(folder: Path, shape: ModelShape) -> list[str]:
+    """Return the tensors that accompany the trained model, and that exports keep as they are."""
+    return [name for name in locate(folder) if name.startswith(UNTRAINED)] if shape.delta else []
 
 
 def _files(folder: Path, index: dict[str, str]) -> list[Path]:
@@ -165,14 +180,15 @@ def _require_one_head(folder: Path, found: dict[str, StoredTensor]) -> None:
 
     Some releases of vLLM load such a head, others ignore it, and a learner trains the embedding alone.
     """
-    head, embedding = found.get(HEAD), found.get(EMBEDDING)
+    head = found.get(HEAD)
+    embedding = next((found[name] for name in EMBEDDINGS if name in found), None)
     if head is None or embedding is None or not (folder / "config.json").is_file():
         return
     if read_config(folder).get("tie_word_embeddings") and not _is_equal(head, embedding):
         raise ConfigError(
-            f"{head.path} stores {HEAD}, which is not {EMBEDDING}, but config.json sets tie_word_embeddings: "
-            "the engine would sample with the first, and a learner train the second; set that key to false "
-            "if the model has such a head, or else save it anew with transformers"
+            f"{head.path} stores {HEAD}, which is not {EMBEDDINGS[0]}, but config.json sets "
+            "tie_word_embeddings: the engine would sample with the first, and a learner train the second; "
+            "set that key to false if the model has such a head, or else save it anew with transformers"
         )
 
 

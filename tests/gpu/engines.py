@@ -1,7 +1,7 @@
 """Compare what vLLM samples with the learner and with transformers, before and after swaps of the weights.
 
     python -m tests.gpu.engines [dense] [qwen2] [llama] [mistral] [experts] [lora]
-                                [qwen2-2] [experts-2] [lora-2]
+                                [delta-net] [qwen2-2] [experts-2] [lora-2]
 
 starts one engine for each case; a case that ends in -2 has an engine of two workers. The learner exports, the
 engine serves and samples, the learner trains on the samples, and the engine loads the new weights: first as a
@@ -52,9 +52,10 @@ GPU = Vllm(
     environ={"VLLM_USE_FLASHINFER_SAMPLER": "0"},
 )
 ALONE, PAIRS = ("dense", "qwen2", "llama", "mistral", "experts", "lora"), ("qwen2-2", "experts-2", "lora-2")
-CASES = dict.fromkeys(ALONE, 1) | dict.fromkeys(PAIRS, 2)
+CASES = dict.fromkeys(ALONE, 1) | dict.fromkeys(PAIRS, 2) | ({} if CUDA else {"delta-net": 1})
 """Name of a case -> number of its engine's workers."""
 SMALL = TINY | {"hidden_size": 128, "tie_word_embeddings": False}
+WIDE = {"head_dim": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "initializer_range": 0.04}
 FEW = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
 LARGE = {"initializer_range": 0.02, "max_position_embeddings": 4096, "tie_word_embeddings": True}
 # Qwen3-0.6B, Qwen2.5-0.5B, Llama-3.2-1B, and layers of Mistral-Nemo and of Qwen3-30B-A3B with fewer words and
@@ -91,6 +92,7 @@ SHAPES = {
     "llama": ("Llama", (LLAMA if CUDA else SMALL) | LLAMA3),
     "mistral": ("Mistral", (NEMO if CUDA else SMALL | {"head_dim": 64}) | YARN | {"sliding_window": None}),
     "lora": ("Qwen2", QWEN2 if CUDA else SMALL),
+    "delta-net": ("Qwen3_5", SMALL | tiny.HYBRID | WIDE | {"num_hidden_layers": 4}),
     "experts": ("Qwen3Moe", MANY if CUDA else SMALL | FEW | {"head_dim": 32}),
 }
 COUNT, PROMPTS, ANSWER = (32, (16, 600), 128) if CUDA else (4, (4, 60), 40)
@@ -163,10 +165,12 @@ class Comparison:
     def __init__(self, case: str, folder: Path) -> None:
         self._case, self._folder = case, folder
         self._family = case.removesuffix("-2")
+        self._dtype = "bfloat16" if self._family == "delta-net" else DTYPE  # of which a CPU has no other
         self._routes = CUDA and self._family == "experts"
         self._engine = msgspec.structs.replace(
             GPU if CUDA else CPU,
             tensor_parallel=CASES[case],
+            dtype=self._dtype,
             return_routing=self._routes,
             enforce_eager=not CUDA or case != "dense",  # one case has CUDA graphs, as runs have
         )
@@ -176,7 +180,7 @@ class Comparison:
     def rows(self) -> Iterator[Row]:
         """Start, then load a delta and a full snapshot; yield the comparisons of each."""
         model = self._make_model()
-        policy, lr = Megatron(dtype=DTYPE, device="gpu" if CUDA else "cpu", recompute="none"), LR
+        policy, lr = Megatron(dtype=self._dtype, device="gpu" if CUDA else "cpu", recompute="none"), LR
         if self._family == "lora":
             policy, lr = msgspec.structs.replace(policy, lora_rank=8), LR * OF_ADAPTERS
         learner = policy.build(model, OptimizerConfig(lr=lr, warmup_steps=0, weight_decay=0.0), None)
@@ -209,11 +213,13 @@ class Comparison:
         def change(name: str, parameter: torch.Tensor) -> None:
             if name.endswith(".bias"):
                 parameter.normal_(0, 0.1)
+            elif "linear_attn" in name:
+                tiny.move(name, parameter)
             elif "experts" in name and not CUDA:
                 parameter.normal_(0, 0.3)
 
         with torch.device(DEVICE):
-            return save_random(self._folder / "model", family, sizes, 0, change, dtype=DTYPE)
+            return save_random(self._folder / "model", family, sizes, 0, change, dtype=self._dtype)
 
     def _prompts(self) -> list[np.ndarray]:
         vocabulary = SHAPES[self._family][1]["vocab_size"]
@@ -242,7 +248,7 @@ class Comparison:
             right = done.of_answers(_score(_load(folder), done.texts, routings))
             mine = done.of_answers(_learn(learner, done.texts, routings))
             found = {"engine": sampled - right, "learner": mine - right, "gap": mine - sampled}
-            if DTYPE == "bfloat16":
+            if self._dtype == "bfloat16":
                 rounded = _score(_load(folder, "bfloat16"), done.texts, routings)
                 found["bf16"] = done.of_answers(rounded) - right
             yield Row(self._case, name, kind if self._routes else "", found | swap)

@@ -103,6 +103,15 @@ CODER = """{%- macro others(item, known) %}{%- for key in item %}{%- if key not 
 {{- '<tool_response>\\n' + message.content + '\\n</tool_response>\\n' }}
 {%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}{%- endif %}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+# Qwen3.5: the thoughts of Qwen3 and the calls of Qwen3-Coder; each turn after the last question has a thought.
+BARE_CALLS = """{%- for call in message.tool_calls %}{%- if call.function is defined %}{%- set call = call.function %}{%- endif %}
+{{- ('' if loop.first and not content else '\\n\\n' if loop.first else '\\n') + '<tool_call>\\n<function=' + call.name + '>\\n' }}
+{%- for key, value in call.arguments | items %}{{- '<parameter=' + key + '>\\n' }}
+{{- value | tojson | safe if value is mapping or (value is sequence and value is not string) else value | string }}{{- '\\n</parameter>\\n' }}{%- endfor %}
+{{- '</function>\\n</tool_call>' }}{%- endfor %}"""
+QWEN35 = QWEN3.replace(
+    JSON_CALLS.replace("LINE", "('' if loop.first and not content else '\\n')"), BARE_CALLS
+).replace(" and (loop.last or thought)", "")
 
 FORMS: dict[str, tuple[str, str, dict[str, object], str]] = {
     "qwen2.5": (QWEN25, "hermes", {}, ""),
@@ -115,6 +124,8 @@ FORMS: dict[str, tuple[str, str, dict[str, object], str]] = {
         "hm\n</think>\n\n",
     ),
     "qwen3-coder": (CODER, "qwen3_coder", {}, ""),
+    "qwen3.5": (QWEN35.replace("OPEN", "{{- '<think>\\n' }}"), "qwen3_coder", {}, "hm\n</think>\n\n"),
+    "qwen3.5 not thinking": (QWEN35.replace("OPEN", ""), "qwen3_coder", {"enable_thinking": False}, ""),
     "demo": (DEMO, "hermes", {}, ""),
     "toy": (HERMES, "hermes", {}, ""),
     "toy thinking": (THINKING, "hermes", {}, "<think>\nhm\n</think>\n\n"),

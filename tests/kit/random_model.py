@@ -18,7 +18,8 @@ def save_random(
     import torch
     import transformers
 
-    config = getattr(transformers, f"{family}Config")(**sizes)
+    config = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    config = config(**sizes)
     torch.manual_seed(seed)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, ClassVar, Literal
@@ -35,7 +36,7 @@ from hpc_swe.models.engines._vllm.environment import BACKEND
 from hpc_swe.models.engines._vllm.gate import SAMPLE
 from hpc_swe.models.engines._vllm.update import UpdateRoutes
 from hpc_swe.models.engines.base import NEW, Completion, Engine, EngineInfo, Prefix, Weights
-from hpc_swe.models.model_shape import ModelShape
+from hpc_swe.models.model_shape import ModelShape, has_delta_nets, read_config
 
 ANSWER_TIMEOUT_S = 60.0
 SLOWEST_TOKENS_PER_S = 0.5
@@ -141,6 +142,11 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
 
     def check_model(self, model: Path) -> None:
         vllm_memory.check(model, self.tensor_parallel, self.max_model_len)
+        if has_delta_nets(read_config(model)) and not self.program and not find_spec("torchvision"):
+            raise ConfigError(
+                f"[engine] vLLM imports torchvision for the model_type of {model / 'config.json'}; install "
+                "the build of torchvision that belongs to this torch, for the same device"
+            )
         experts = ModelShape.read(model).experts if self.return_routing else 1
         if not 0 < experts < FREE + 1:
             raise ConfigError(

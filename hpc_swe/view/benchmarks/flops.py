@@ -6,6 +6,9 @@ experts, with E in all), V the vocabulary, l the length of each sequence, T toke
     forward  = layers (2 T (h (2 H + 2 G) + 3 h f k + h E) + 2 H sum(l^2)) + 2 n h V
     step     = 3 forward
 
+In place of attention a gated delta net with m heads, whose values have the width v and whose keys c, d of
+each, has 2 T (h (2 c + 3 v + 2 m) + 3 v d + (2 c + v) kernel): a token reads a state twice and adds to it.
+An output that is gated adds h H.
 A product of [m, a] and [a, b] takes 2 m a b. Backward takes twice as many as forward, because each product
 has two gradients (Narayanan et al. 2021, arXiv 2104.04473, appendix). Attention has two products, of 2 H l^2
 each; the causal mask leaves half of both (the count of FlashAttention's benchmarks: Dao 2023, arXiv
@@ -30,13 +33,17 @@ def step_flops(
 ) -> float:
     """Return the FLOPs of forward and backward over sequences of these lengths with `trained` tokens."""
     heads, groups = shape.heads * shape.head_dim, shape.groups * shape.head_dim
+    gates = heads if shape.delta else 0
     mlp = 3 * shape.ffn * max(1, shape.experts_per_token) + shape.experts
-    products = 2 * sum(lengths) * shape.hidden * (2 * heads + 2 * groups + mlp)
-    attention = 2 * heads * sum(length**2 for length in lengths)
+    mixers = shape.attention_layers * shape.hidden * (2 * heads + 2 * groups + gates)
+    if delta := shape.delta:
+        around = shape.hidden * (delta.mixed + 2 * delta.values + 2 * delta.value_heads)
+        inside = 3 * delta.values * delta.key_dim + delta.mixed * delta.kernel
+        mixers += len(delta.layers) * (around + inside)
+    products = 2 * sum(lengths) * (mixers + shape.layers * shape.hidden * mlp)
+    attention = 2 * heads * sum(length**2 for length in lengths) * shape.attention_layers
     output = 2 * trained * shape.hidden * shape.vocab
-    return (2.0 if only_adapters else 3.0) * (
-        shape.layers * products + output
-    ) + 3.0 * shape.layers * attention
+    return (2.0 if only_adapters else 3.0) * (products + output) + 3.0 * attention
 
 
 def datasheet_rate(device: str) -> float | None:

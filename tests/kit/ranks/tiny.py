@@ -37,21 +37,37 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+HYBRID = {  # three layers of delta nets, and one of attention
+    "head_dim": 16,
+    "rms_norm_eps": 1e-3,  # with 1e-6 one rounding of a weight changes gradients by 2e-5 of their size
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+}
+
+
+def move(name: str, parameter: Tensor) -> None:
+    """Move a parameter off the values with which it begins."""
+    if parameter.dim() == 1:
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    if name.endswith("A_log"):
+        parameter.sub_(4)  # a state lasts for many tokens
+    if name.endswith("conv1d.weight"):
+        parameter.mul_(6)
 
 
 def make_models(folder: Path) -> dict[str, Path]:
     """One folder a model, norms and biases moved off their initial 1 and 0."""
-
-    def move(name: str, parameter: Tensor) -> None:
-        if parameter.dim() == 1:
-            parameter.add_(0.1 * torch.randn_like(parameter))
-
     families = {
         "dense": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": False}),
         "tied": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
         "qwen2": ("Qwen2", {"tie_word_embeddings": False}),
         "llama": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
         "mistral": ("Mistral", {"head_dim": 16, "sliding_window": None, "rope_parameters": YARN}),
+        "hybrid": ("Qwen3_5", HYBRID | {"tie_word_embeddings": False}),
+        "tied-hybrid": ("Qwen3_5", HYBRID | {"tie_word_embeddings": True}),
         "moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 8, "tie_word_embeddings": False}),
         "routed": ("Qwen3Moe", {**EXPERTS, "head_dim": 8, "tie_word_embeddings": False}),
     }

@@ -47,7 +47,7 @@ def rewritten(folder, target, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma3"}, "model_type 'gemma3'; supported: llama, mistral, qwen2, qwen3, qwen3_moe"),
+        ({"model_type": "gemma3"}, "model_type 'gemma3'; supported: llama, mistral, qwen2, qwen3, qwen3_5"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e6}}, "rope_type 'linear'; supported"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "both rope_parameters and rope_scaling"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "no factor, low_freq_factor, high"),

@@ -28,12 +28,21 @@ def check(model: Path, tensor_parallel: int, max_model_len: int) -> None:
 
 
 def cached_token(shape: ModelShape, tensor_parallel: int, size: int) -> int:
-    """Return the bytes of key-value cache per token and rank: a key and a value in each layer.
+    """Return the bytes of key-value cache per token and rank: a key and a value in each layer of attention.
 
     A number takes `size` bytes. A rank holds at least one whole head.
     """
     heads = math.ceil(shape.groups / tensor_parallel)
-    return 2 * shape.layers * heads * shape.head_dim * size
+    return 2 * shape.attention_layers * heads * shape.head_dim * size
+
+
+def states(shape: ModelShape, tensor_parallel: int, size: int) -> int:
+    """Return the bytes that a sequence of any length takes in delta nets: float32 states, and past tokens."""
+    if shape.delta is None:
+        return 0
+    delta = shape.delta
+    each = 4 * delta.values * delta.key_dim + size * delta.mixed * (delta.kernel - 1)
+    return each * len(delta.layers) // tensor_parallel
 
 
 def estimate(
@@ -44,9 +53,10 @@ def estimate(
     The key-value cache has the `given` bytes, or where they are 0 those that `sequences` conversations of
     `context` tokens would fill, of which one must have room.
     """
-    token = cached_token(shape, tensor_parallel, size)
+    token, state = cached_token(shape, tensor_parallel, size), states(shape, tensor_parallel, size)
     weights = Part("weights", f"{size} P / tp", size * shape.parameters.of_rank(tensor_parallel))
     note = f"KV cache: {token:,} bytes a token, {GIB // token:,} tokens a GiB"
+    note += f"; {state:,} bytes a sequence beside them" * bool(state)
     title = f"memory of each engine GPU: tp = {tensor_parallel}"
     if given:
         tokens = given // token
@@ -56,7 +66,7 @@ def estimate(
         both = Part("both", "", weights.bytes + given)
         return MemoryEstimate(title, [weights, cache], both, [note], least=both.bytes)
     formula = f"{sequences} sequences x {context:,} tokens x {token:,} bytes"
-    cache = Part("KV cache, if all were full", formula, sequences * context * token)
-    least = weights.bytes + context * token
+    cache = Part("KV cache, if all were full", formula, sequences * (context * token + state))
+    least = weights.bytes + context * token + state
     notes = [f"{note}; vLLM takes what it finds free"]
     return MemoryEstimate(title, [weights, cache], None, notes, least=least)

@@ -216,7 +216,7 @@ def _computed_again(shape: ModelShape, level: str, tokens: int) -> float:
 
     The pack is one sequence, whose attention is causal; experts have f as their inner width.
     """
-    width, heads, groups = shape.hidden, shape.heads * shape.head_dim, shape.groups * shape.head_dim
+    width, (heads, groups) = shape.hidden, _widths(shape)
     attention = 2.0 * tokens * heads
     around = 2.0 * width * (2 * heads + 2 * groups)
     inner = 2.0 * width * shape.ffn * max(1, shape.experts_per_token)
@@ -268,7 +268,7 @@ def _saved(shape: ModelShape, policy: MegatronSettings, recompute: str) -> float
     """
     tp, ranks = policy.tensor_parallel, policy.tensor_parallel if policy.sequence_parallel else 1
     residual = shape.hidden / ranks
-    heads, groups = shape.heads * shape.head_dim / tp, shape.groups * shape.head_dim / tp
+    heads, groups = (width / tp for width in _widths(shape))
     whole, products = 3 * shape.ffn / tp, 2 * shape.ffn / tp
     if shape.experts:
         # Where ranks divide the experts, each computes as many rows as its own tokens have on all ranks.
@@ -283,6 +283,20 @@ def _saved(shape: ModelShape, policy: MegatronSettings, recompute: str) -> float
         "selective": 4 * residual + 3 * heads + 4 * groups,
         "full": residual,
     }[recompute]
+
+
+def _widths(shape: ModelShape) -> tuple[float, float]:
+    """Return H and G, the means of all layers.
+
+    A delta net counts as attention with its values as H and its keys as G. The one in plain torch keeps
+    several times as much.
+    """
+    heads, groups = float(shape.heads * shape.head_dim), float(shape.groups * shape.head_dim)
+    if shape.delta is None:
+        return heads, groups
+    share = shape.attention_layers / shape.layers
+    values, keys = shape.delta.values, shape.delta.keys
+    return share * heads + (1 - share) * values, share * groups + (1 - share) * keys
 
 
 def _route_bytes(shape: ModelShape, policy: MegatronSettings) -> float:
@@ -305,7 +319,7 @@ def _backward(shape: ModelShape, policy: MegatronSettings) -> float:
     the experts return for them, and the tokens of all ranks that share the experts. Attention's are q, k and
     v, their gradients, the same in float32, and the gradient of its output: 5 H + 8 G, without the MLP's.
     """
-    heads, groups = (count * shape.head_dim / policy.tensor_parallel for count in (shape.heads, shape.groups))
+    heads, groups = (width / policy.tensor_parallel for width in _widths(shape))
     late = 2 * shape.hidden if policy.sequence_parallel else 0  # overlap.py holds gathered rows for longer
     return late + max(_backward_of_mlp(shape, policy), 5 * heads + 8 * groups + shape.hidden)
 

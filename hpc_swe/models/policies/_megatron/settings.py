@@ -110,6 +110,7 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
                 f"[policy] expert_parallel = {self.expert_parallel}, but the model has no experts"
             )
         self._check_adapters(shape)
+        self._check_delta_nets(shape)
         tensor, heads = self.tensor_parallel, self.tensor_parallel * self.context_parallel
         of_ffn = 1 if self.expert_parallel > 1 else tensor  # experts that are divided stay whole
         of_heads = "tensor_parallel * context_parallel" if self.context_parallel > 1 else "tensor_parallel"
@@ -117,6 +118,7 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
             (of_heads, heads, "heads", shape.heads),
             (of_heads, heads, "groups", shape.groups),
             ("tensor_parallel", of_ffn, "ffn", shape.ffn),
+            ("tensor_parallel", tensor, "linear_num_key_heads", shape.delta.key_heads if shape.delta else 0),
             ("tensor_parallel", tensor, "vocab", shape.vocab),
             ("pipeline_parallel", self.pipeline_parallel, "layers", shape.layers),
             ("expert_parallel", self.expert_parallel, "experts", shape.experts),
@@ -124,6 +126,19 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
         for key, parts, name, size in rules:
             if size % parts:
                 raise ConfigError(f"[policy] {key} = {parts} does not divide the model's {name}, {size}")
+
+    def _check_delta_nets(self, shape: ModelShape) -> None:
+        found = {
+            "device": self.device == "gpu",
+            "pipeline_parallel": self.pipeline_parallel > 1,
+            "context_parallel": self.context_parallel > 1,
+            "lora_rank": self.lora_rank > 0,
+        }
+        if shape.delta and (keys := ", ".join(key for key, is_set in found.items() if is_set)):
+            raise ConfigError(
+                f"[policy] {keys}: not supported for a model with gated delta nets (layer_types of its "
+                "config.json), which trains all weights, on CPUs, in tensor and data parallelism"
+            )
 
     def _check_adapters(self, shape: ModelShape) -> None:
         rank, narrow = self.lora_rank, min(shape.hidden, shape.ffn)

@@ -24,6 +24,14 @@ class RMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]
         self.weight.sequence_parallel = config.sequence_parallel  # then each rank has a part of its gradient
 
 
+class ShiftedNorm(RMSNorm):
+    """Multiply by one plus the weight, in float32."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weight = 1 + self.weight.float()
+        return F.rms_norm(hidden.float(), weight.shape, weight, self.eps).to(hidden.dtype)
+
+
 def residual_norm(norm: RMSNorm, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Return `hidden` for the sum, and normed for what is added; their gradients meet in one kernel."""
     if not hidden.is_cuda:
@@ -65,6 +73,24 @@ def rotated_heads(
     eps = norms[0].eps if norms else 0.0
     query, key, value = _RotatedHeads.apply(eps, parts, cosines, sines, *weights)
     return query, key, value
+
+
+def gated_heads(
+    mixed: Tensor, groups: int, norms: tuple[RMSNorm, RMSNorm], cosines: Tensor, sines: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return query [tokens, heads, d], key and value [tokens, groups, d], and gate [tokens, 1, heads * d].
+
+    `mixed` [tokens, (2 heads + 2 groups) * d] has for each group its queries, each with its gate, then its
+    key and its value. `cosines` and `sines` [tokens, 1, n] turn the first n dimensions of query and key.
+    """
+    parts, width = mixed.unflatten(1, (groups, -1, len(norms[0].weight))), cosines.shape[-1]
+    query, gate = parts[:, :, :-2].flatten(1, 2).unflatten(1, (-1, 2)).unbind(2)
+    normed = [norm(states) for norm, states in zip(norms, (query, parts[:, :, -2]), strict=True)]
+    query, key = (
+        torch.cat((_rotate(states[..., :width], cosines, sines), states[..., width:]), -1)
+        for states in normed
+    )
+    return query, key, parts[:, :, -1].contiguous(), gate.flatten(1).unsqueeze(1)
 
 
 class _ResidualNorm(torch.autograd.Function):  # type: ignore[misc]

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from hpc_swe.models.policies._megatron.kernels.flash_attention import attend
-from hpc_swe.models.policies._megatron.kernels.kernels import rotated_heads
+from hpc_swe.models.policies._megatron.kernels.kernels import gated_heads, rotated_heads
 from hpc_swe.models.policies._megatron.kernels.recompute import Call, keep
 from hpc_swe.models.policies._megatron.model.packing import Block, Packing
 
@@ -32,8 +32,9 @@ class SequenceAttention(SelfAttention):  # type: ignore[misc]
         def heads(mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             return rotated_heads(mixed.squeeze(1), groups, norms, packing.cosines, packing.sines)
 
-        mixed = costly(self._mixed, hidden)
-        parts = cheap(heads, mixed)
+        return self._attended(packing, cheap, *cheap(heads, costly(self._mixed, hidden)))
+
+    def _attended(self, packing: Packing, cheap: Call, *parts: Tensor) -> Tensor:
         core = partial(self.core_attention, packed_seq_params=packing, call=cheap)
         if self.checkpoint_core_attention:
             context = tensor_parallel.checkpoint(core, False, *parts)
@@ -44,6 +45,20 @@ class SequenceAttention(SelfAttention):  # type: ignore[misc]
     def _mixed(self, hidden: Tensor) -> Tensor:
         mixed, _ = self.linear_qkv(hidden)
         return mixed
+
+
+class GatedAttention(SequenceAttention):
+    """Compute attention whose output is multiplied by sigmoid of a gate, which comes with each query."""
+
+    def context(self, hidden: Tensor, packing: Packing, cheap: Call, costly: Call) -> Tensor:
+        groups, norms = self.num_query_groups_per_partition, (self.q_layernorm, self.k_layernorm)
+
+        def heads(mixed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            return gated_heads(mixed.squeeze(1), groups, norms, packing.cosines, packing.sines)
+
+        *parts, gate = cheap(heads, costly(self._mixed, hidden))
+        context: Tensor = self._attended(packing, cheap, *parts)
+        return context * gate.sigmoid()
 
 
 class Attention(MegatronModule):  # type: ignore[misc]

@@ -9,7 +9,8 @@ from hpc_swe.models.rope import Rope
 
 
 def frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Return radians per position, float32 [head_dim / 2]."""
+    """Return radians per position, float32 [n / 2], for the n dimensions of a head that turn."""
+    head_dim = int(head_dim * rope.share)
     powers = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
     if rope.kind == "llama3":
         return _llama3(rope, 1.0 / powers)

@@ -8,6 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from hpc_swe.models.model_shape import DeltaNet
 from hpc_swe.models.policies._megatron.kernels.kernels import residual_norm, swiglu
 from hpc_swe.models.policies._megatron.kernels.recompute import Call, Recomputing, keep
 from hpc_swe.models.policies._megatron.model.packing import Packing
@@ -19,6 +20,8 @@ class DecoderConfig(TransformerConfig):  # type: ignore[misc]
 
     recomputed: str = ""
     """What backward computes again: nothing, "elementwise" results, or also those of "products"."""
+    delta: DeltaNet | None = None
+    """Sizes of the layers that have no attention."""
 
 
 class Layer(TransformerLayer):  # type: ignore[misc]

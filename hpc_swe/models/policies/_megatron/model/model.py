@@ -13,16 +13,16 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from hpc_swe.models.model_shape import ModelShape
 from hpc_swe.models.policies._megatron.kernels import compat, overlap
-from hpc_swe.models.policies._megatron.kernels.kernels import RMSNorm
+from hpc_swe.models.policies._megatron.kernels.kernels import RMSNorm, ShiftedNorm
 from hpc_swe.models.policies._megatron.kernels.overlap import GatheredLinear, ScatteredLinear
 from hpc_swe.models.policies._megatron.model import routing
-from hpc_swe.models.policies._megatron.model.attention import Attention, SequenceAttention
+from hpc_swe.models.policies._megatron.model.attention import Attention, GatedAttention, SequenceAttention
 from hpc_swe.models.policies._megatron.model.context import ContextAttention, join_trained
+from hpc_swe.models.policies._megatron.model.delta_net import GatedDeltaNet
 from hpc_swe.models.policies._megatron.model.experts import ExpertLayer, Experts
 from hpc_swe.models.policies._megatron.model.layer import DecoderConfig, Layer
 from hpc_swe.models.policies._megatron.model.logprobs import linear_logprobs
@@ -63,7 +63,9 @@ def build_model(shape: ModelShape, settings: MegatronSettings) -> PolicyModel:
     """Build the model on this rank's device; its weights are not initialized."""
     config = _transformer_config(shape, settings)
     layers = [_layer(config) for _ in range(shape.layers // settings.pipeline_parallel)]
-    block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    for number in shape.delta.layers if shape.delta else ():
+        layers[number].submodules.self_attention = ModuleSpec(module=GatedDeltaNet)
+    block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=_norm(config))
     with compat.cpu_as_cuda():
         model = PolicyModel(
             config=config,
@@ -84,7 +86,7 @@ def build_model(shape: ModelShape, settings: MegatronSettings) -> PolicyModel:
     return model.cuda() if torch.cuda.is_available() else model
 
 
-def _transformer_config(shape: ModelShape, settings: MegatronSettings) -> TransformerConfig:
+def _transformer_config(shape: ModelShape, settings: MegatronSettings) -> DecoderConfig:
     dtype = DTYPES[settings.dtype]
     return DecoderConfig(
         num_layers=shape.layers,
@@ -96,6 +98,9 @@ def _transformer_config(shape: ModelShape, settings: MegatronSettings) -> Transf
         layernorm_epsilon=shape.eps,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
+        attention_output_gate=shape.delta is not None,
+        delta=shape.delta,
+        hetereogenous_dist_checkpoint=shape.delta is not None,
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=F.silu,
@@ -143,23 +148,27 @@ def _recompute(kind: str, experts: bool) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": modules}
 
 
-def _layer(config: TransformerConfig) -> ModuleSpec:
+def _norm(config: DecoderConfig) -> type[RMSNorm]:
+    return ShiftedNorm if config.delta else RMSNorm
+
+
+def _layer(config: DecoderConfig) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         qk_layernorm=config.qk_layernorm,
         normalization=config.normalization,
     )
     parts, spec.module = spec.submodules, Layer
-    parts.self_attention.module = SequenceAttention
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    parts.self_attention.module = GatedAttention if config.delta else SequenceAttention
+    parts.input_layernorm = parts.pre_mlp_layernorm = _norm(config)
     parts.self_attention.submodules.linear_qkv = GatheredLinear
     parts.self_attention.submodules.linear_proj = ScatteredLinear
     parts.self_attention.submodules.core_attention = (
         ContextAttention if config.context_parallel_size > 1 else Attention
     )
     if config.qk_layernorm:
-        parts.self_attention.submodules.q_layernorm = RMSNorm
-        parts.self_attention.submodules.k_layernorm = RMSNorm
+        parts.self_attention.submodules.q_layernorm = _norm(config)
+        parts.self_attention.submodules.k_layernorm = _norm(config)
     if config.num_moe_experts:
         parts.mlp.module = ExpertLayer
         parts.mlp.submodules.experts = ModuleSpec(module=Experts)

@@ -53,7 +53,7 @@ class Packing:
     blocks: list[Block]
     """The same sequences, grouped for these kernels."""
     cosines: Tensor
-    """[tokens, 1, head_dim], of the angles of this rank's tokens, by their positions in their sequences."""
+    """[tokens, 1, n], of the angles of this rank's tokens, by their positions in their sequences."""
     sines: Tensor
     rows: Tensor
     """int64 [n], positions among this rank's tokens whose next token is trained."""

@@ -10,6 +10,7 @@ import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +18,14 @@ from torch import Tensor
 from hpc_swe.base.records import TensorInfo
 from hpc_swe.base.store import atomic
 from hpc_swe.models.deltas.tensor_delta import Digests, all_finite, encode_all, text
-from hpc_swe.models.model_shape import ModelShape, read_config
+from hpc_swe.models.model_shape import ModelShape, read_json
 from hpc_swe.models.policies._megatron.kernels import pinned
 from hpc_swe.models.policies._megatron.model.model import PolicyModel
 from hpc_swe.models.policies._megatron.model.parallel import TorchRanks
 from hpc_swe.models.policies._megatron.weights.tensor_file import TensorFiles
-from hpc_swe.models.policies._megatron.weights.weights import Layout, gather, layouts
+from hpc_swe.models.policies._megatron.weights.weights import Layout, Snapshot, gather, layouts
 from hpc_swe.models.policies.base import Carrier
-from hpc_swe.models.weight_files import INDEX
+from hpc_swe.models.weight_files import INDEX, untrained
 
 KEY = "policy.delta_base"
 REMEDY = f'set {KEY} = "gpu" or learner.snapshot_every = 1, or spread the policy over more nodes'
@@ -56,6 +57,9 @@ class Exporter:
         self._parameters = {name: parameters[name] for name in self._layouts}
         sources = [source for layout in self._layouts.values() for source in layout.sources]
         self._names = [name for source in sources for name in (f"{source}:codes", f"{source}:others")]
+        files = Snapshot(source)
+        self._accompanying = {name: files for name in untrained(source, shape)[ranks.rank :: ranks.size]}
+        self._names += self._accompanying
         self._kept: dict[str, Tensor] = {}
         """The last exported values of this rank's share; empty unless a delta may follow."""
         self._room: pinned.HostRoom | None = None
@@ -140,6 +144,13 @@ class Exporter:
             else:
                 sums += [self._add_whole(files, *each, keep=carrier == "base") for each in group.items()]
             del group  # before the next one is gathered
+        for name, snapshot in self._accompanying.items():
+            tensor = snapshot[name]
+            infos[name] = _info(tensor)
+            if carrier == "delta":  # it never changes
+                sums.append(self._digests.new_zeros(1))
+            else:
+                sums.append(self._add_whole(files, name, tensor, keep=False))
         self._digests = torch.cat(sums) + (self._digests if carrier == "delta" else 0)
         return infos
 
@@ -225,11 +236,10 @@ class Exporter:
             is_weights = path.name in (INDEX, "MANIFEST.json")
             if path.suffix in (".json", ".jinja", ".txt", ".model") and not is_weights:
                 shutil.copyfile(path, folder / path.name)
-        config = read_config(self._source)
-        dtype = str(self._model.config.params_dtype).removeprefix("torch.")
-        key = "torch_dtype" if "torch_dtype" in config else "dtype"
-        if config.get(key) != dtype:
-            (folder / "config.json").write_text(json.dumps(config | {key: dtype}, indent=2))
+        config = read_json(self._source / "config.json")
+        found = _with_dtype(config, str(self._model.config.params_dtype).removeprefix("torch."))
+        if found != config:
+            (folder / "config.json").write_text(json.dumps(found, indent=2))
 
 
 class Turns:
@@ -255,6 +265,12 @@ def _grouped(tensors: Iterator[tuple[str, Tensor]], size: int) -> Iterator[dict[
             group, held = {}, 0
     if group:
         yield group
+
+
+def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    found = config | {"torch_dtype" if "torch_dtype" in config else "dtype": dtype}
+    inner = config.get("text_config")
+    return found | {"text_config": _with_dtype(inner, dtype)} if isinstance(inner, dict) else found
 
 
 def _info(tensor: Tensor) -> tuple[str, list[int]]:

@@ -113,14 +113,17 @@ def gather(part: Tensor, layout: Layout, owner: int, group: dist.ProcessGroup) -
 
 def _layout(name: str, first: int, experts: range, shape: ModelShape) -> Layout:
     if name == "embedding.word_embeddings.weight":
-        return Layout(["model.embed_tokens.weight"], dim=0)
+        return Layout([f"{shape.prefix}embed_tokens.weight"], dim=0)
     if name == "output_layer.weight":
-        source = "model.embed_tokens.weight" if shape.tied else "lm_head.weight"
+        source = f"{shape.prefix}embed_tokens.weight" if shape.tied else "lm_head.weight"
         return Layout([source], dim=0, is_copy=shape.tied)
     if name == "decoder.final_layernorm.weight":
-        return Layout(["model.norm.weight"])
+        return Layout([f"{shape.prefix}norm.weight"])
     _, _, layer, inner = name.split(".", 3)
-    prefix = f"model.layers.{first + int(layer)}."
+    number = first + int(layer)
+    prefix = f"{shape.prefix}layers.{number}."
+    if shape.delta and number in shape.delta.layers and inner.startswith("self_attention."):
+        return _delta_net(f"{prefix}linear_attn.", inner.removeprefix("self_attention."), shape)
     if inner.startswith("mlp.experts."):
         return _experts(f"{prefix}mlp.experts.", inner, experts, shape)
     return _layer_layout(prefix, inner, shape)
@@ -148,7 +151,8 @@ def _layer_layout(prefix: str, name: str, shape: ModelShape) -> Layout:
 def _qkv(prefix: str, kind: str, shape: ModelShape) -> Layout:
     """Order the rows by group, as Megatron does: the queries of a group, its key, its value."""
     tail = (shape.hidden,) if kind == "weight" else ()
-    sizes = [shape.heads // shape.groups * shape.head_dim, shape.head_dim, shape.head_dim]
+    gates = 2 if shape.delta else 1
+    sizes = [shape.heads // shape.groups * shape.head_dim * gates, shape.head_dim, shape.head_dim]
 
     def fuse(tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat([tensor.view(shape.groups, -1, *tail) for tensor in tensors], 1)
@@ -158,6 +162,43 @@ def _qkv(prefix: str, kind: str, shape: ModelShape) -> Layout:
 
     sources = [f"{prefix}self_attn.{name}_proj.{kind}" for name in "qkv"]
     return Layout(sources, 0, (-1, sum(sizes), *tail), fuse, unfuse)
+
+
+def _delta_net(prefix: str, name: str, shape: ModelShape) -> Layout:
+    simple: dict[str, tuple[str, int | None]] = {
+        "A_log": ("A_log", 0),
+        "dt_bias": ("dt_bias", 0),
+        "norm": ("norm.weight", None),
+        "linear_proj.weight": ("out_proj.weight", 1),
+    }
+    if name in simple:
+        source, dim = simple[name]
+        return Layout([prefix + source], dim)
+    sizes = shape.delta
+    assert sizes is not None
+    if name == "convolution":
+        whole = [sizes.keys, sizes.keys, sizes.values]
+        return _by_key_head([f"{prefix}conv1d.weight"], [whole], (1, sizes.kernel), sizes.key_heads)
+    sources = [f"{prefix}in_proj_{kind}.weight" for kind in ("qkv", "z", "b", "a")]
+    heads = sizes.value_heads
+    parts = [[sizes.keys, sizes.keys, sizes.values], [sizes.values], [heads], [heads]]
+    return _by_key_head(sources, parts, (shape.hidden,), sizes.key_heads)
+
+
+def _by_key_head(sources: list[str], parts: list[list[int]], tail: tuple[int, ...], heads: int) -> Layout:
+    """Order rows by key head; each source has `parts` of so many rows, and each part those of all heads."""
+    widths, columns = [rows // heads for source in parts for rows in source], tail[-1]
+
+    def fuse(tensors: Sequence[Tensor]) -> Tensor:
+        pairs = zip(tensors, parts, strict=True)
+        every = [part for tensor, rows in pairs for part in tensor.view(-1, columns).split(rows)]
+        return torch.cat([part.view(heads, -1, columns) for part in every], 1)
+
+    def unfuse(whole: Tensor) -> list[Tensor]:
+        every = iter([part.reshape(-1, *tail) for part in whole.split(widths, 1)])
+        return [torch.cat([next(every) for _ in source]) for source in parts]
+
+    return Layout(sources, 0, (-1, sum(widths), columns), fuse, unfuse)
 
 
 def _experts(prefix: str, name: str, experts: range, shape: ModelShape) -> Layout:
