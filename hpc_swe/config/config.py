@@ -210,7 +210,7 @@ def _with_decay_steps(config: RunConfig) -> RunConfig:
     that its first steps followed.
     """
     optimizer = config.learner.optimizer
-    if config.mode == "eval" or optimizer.decay == "constant" or optimizer.decay_steps:
+    if config.mode == "eval" or not optimizer.decay_share or optimizer.decay_steps:
         return config
     optimizer = replace(optimizer, decay_steps=config.steps)
     return replace(config, learner=replace(config.learner, optimizer=optimizer))

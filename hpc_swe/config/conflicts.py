@@ -188,7 +188,7 @@ def _exceeded_limits(config: RunConfig) -> Iterator[str]:
     """Yield a message for each limit that another key exceeds."""
     lease, context, url = config.lease, config.rollout.context, config.inference.url
     optimizer = config.learner.optimizer
-    decays = config.mode != "eval" and optimizer.decay != "constant"
+    decays = config.mode != "eval" and optimizer.decay_share > 0
     if decays and 0 < optimizer.decay_steps < config.steps:
         yield (
             f"learner.optimizer.decay_steps = {optimizer.decay_steps} is less than steps = {config.steps}: "

@@ -165,7 +165,7 @@ class Chaos:
     def configuration(self, steps: int) -> list[str]:
         """The run's. A schedule that ends at step 48 has no place in a run of any length."""
         model = self.run.root.parent / "model"
-        fixed = [f"model={model}", f"steps={steps}", "learner.optimizer.decay=constant"]
+        fixed = [f"model={model}", f"steps={steps}", "learner.optimizer.decay_share=0"]
         return ["configs/demo.toml", *fixed, *self.words]
 
     def launch(self, verb: str, *words: str) -> "subprocess.Popen[bytes]":

@@ -230,7 +230,7 @@ def test_another_spelling_of_a_path_is_no_change_and_jobs_keep_theirs(read, tmp_
     assert "model" in configuration.changes(old, read(GOOD, "model=../models/two"), folder)
 
 
-LINEAR = 'learner.optimizer.decay="linear"'
+LINEAR = "learner.optimizer.decay_share=0.3"
 
 
 def test_a_decay_without_a_length_of_its_own_ends_with_the_run(read):

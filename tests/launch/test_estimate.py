@@ -137,13 +137,12 @@ def test_estimate_of_experts_on_two_gpus_is_what_was_measured(shape):
     assert peak == pytest.approx(83.8, rel=0.05)
 
 
-def test_data_parallel_ranks_share_the_optimizer_and_only_when_told(shape):
-    def optimizer(ranks, **settings):
-        memory = learner_memory(shape("8B"), Megatron(**settings), ranks, 4096)
+def test_data_parallel_ranks_share_the_optimizer(shape):
+    def optimizer(ranks):
+        memory = learner_memory(shape("8B"), Megatron(), ranks, 4096)
         return next(part.bytes for part in memory.parts if part.what == "optimizer")
 
     assert optimizer(4) == optimizer(1) / 4 == 3 * shape("8B").parameters.total
-    assert optimizer(4, distributed_optimizer=False) == optimizer(1)
 
 
 @pytest.mark.parametrize(
@@ -346,18 +345,13 @@ def test_run_that_only_evaluates_keeps_neither_weights_nor_batches(read):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "distributed"), [("bfloat16", True), ("float32", True), ("float32", False)]
-)
-def test_checkpoint_and_weights_on_disk_are_as_large_as_counted(
-    tmp_path, read, dtype, distributed, monkeypatch
-):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_checkpoint_and_weights_on_disk_are_as_large_as_counted(tmp_path, read, dtype, monkeypatch):
     pytest.importorskip("megatron.core")
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     (tmp_path / "save.py").write_text(SAVE)
-    launcher.launch(1, tmp_path / "save.py", str(tmp_path), dtype, str(int(distributed)))
-    words = [f"policy.dtype={dtype}", f"policy.distributed_optimizer={str(distributed).lower()}"]
-    words += ["policy.tensor_parallel=1", "eval.every=0"]
+    launcher.launch(1, tmp_path / "save.py", str(tmp_path), dtype)
+    words = [f"policy.dtype={dtype}", "policy.tensor_parallel=1", "eval.every=0"]
     config = read(*words, f"model={tmp_path / 'built'}")
     for name, versions in (("weights", 4), ("checkpoints", 3)):
         folder = tmp_path / name
@@ -378,7 +372,7 @@ root = Path(sys.argv[1])
 sizes = dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4)
 sizes |= dict(vocab_size=4096, num_key_value_heads=2, head_dim=64, tie_word_embeddings=False)
 Qwen3ForCausalLM(Qwen3Config(**sizes)).save_pretrained(root / "built")
-policy = Megatron(device="cpu", dtype=sys.argv[2], distributed_optimizer=sys.argv[3] == "1")
+policy = Megatron(device="cpu", dtype=sys.argv[2])
 learner = policy.build(root / "built", OptimizerConfig(), None)
 for name, write in (("weights", learner.export), ("checkpoints", learner.save)):
     (root / name).mkdir()

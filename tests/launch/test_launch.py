@@ -41,7 +41,7 @@ def read(model):
             'sandbox={type="process"}',
             "tasks.train=3",
             "tasks.eval=2",
-            "learner.optimizer.decay=constant",  # so that steps may change
+            "learner.optimizer.decay_share=0",  # so that steps may change
             *NOBODY,
             *overrides,
         ]
@@ -59,7 +59,7 @@ def command(*words, folder=ROOT, **env):
 
 def test_a_refused_continuation_names_the_file_of_the_run(tmp_path, read):
     run = RunDir(tmp_path / "run")
-    control.start(run, read("learner.optimizer.decay=linear"))
+    control.start(run, read("learner.optimizer.decay_share=0.3"))
     with pytest.raises(ConfigError, match=f"^{run.config}: learner.optimizer.decay_steps = .* steps = 90000"):
         configuration.from_words(["steps=90000"], existing.load(run), str(run.config))
 
@@ -104,7 +104,7 @@ def test_a_run_is_continued_from_any_folder_with_paths_as_it_was_started(tmp_pat
     started.mkdir()
     called.mkdir()
     model.rename(started / "model")
-    small = ["tasks.train=3", "tasks.eval=2", "learner.optimizer.decay=constant", *NOBODY]
+    small = ["tasks.train=3", "tasks.eval=2", "learner.optimizer.decay_share=0", *NOBODY]
     first = [ROOT / "configs/demo.toml", "model=model", 'sandbox={type="process"}', *small]
     here = {"PYTHONPATH": str(ROOT)}
     done = command("start", *first, "--run", run.root, folder=started, **here)
@@ -133,7 +133,7 @@ def test_a_run_keeps_the_keys_that_its_own_code_reads_until_it_is_upgraded(tmp_p
 
 
 def test_more_steps_than_a_decay_has_are_refused_with_the_reason(tmp_path, read):
-    run, words = RunDir(tmp_path / "run"), ["learner.optimizer.decay=linear"]
+    run, words = RunDir(tmp_path / "run"), ["learner.optimizer.decay_share=0.3"]
     control.start(run, read(*words, "steps=3"))
     with pytest.raises(ConfigError, match="decay_steps: 3 -> 6.*start another run from its last weights"):
         control.start(run, read(*words, "steps=6"))

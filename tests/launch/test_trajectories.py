@@ -301,7 +301,7 @@ def test_keys_that_contradict_each_other_are_refused(read, words, message):
 
 def test_epochs_become_steps_and_the_length_of_the_decay(read, tmp_path):
     rows = [_about("", f"question {n}") for n in range(7)]
-    config = read("sft.epochs=3", "sft.samples_per_step=4", "learner.optimizer.decay=linear", rows=rows)
+    config = read("sft.epochs=3", "sft.samples_per_step=4", "learner.optimizer.decay_share=0.3", rows=rows)
     found = trajectories.resolved(RunDir(tmp_path), config, trajectories.take(config))
     assert (found.steps, found.learner.optimizer.decay_steps) == (6, 6)
     again = configuration.build(configuration.dump(found), "run.json")

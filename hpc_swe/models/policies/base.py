@@ -72,12 +72,10 @@ class OptimizerConfig(Record, frozen=True, kw_only=True):
     warmup_steps: Annotated[int, Meta(ge=0)] = 10
     """Step n of the warm-up uses n / warmup_steps of `lr`, while the running means of AdamW are of few steps;
     0 is none."""
-    decay: Literal["constant", "linear"] = "constant"
-    """linear: the rate falls towards 0 over the last `decay_share` of `decay_steps`."""
     decay_steps: Annotated[int, Meta(ge=0)] = 0
     """0 means the run's `steps`; a smaller number than those is refused, because the rate is 0 after it."""
-    decay_share: Annotated[float, Meta(gt=0, le=1)] = 0.3
-    """Share of `decay_steps` over which the rate falls."""
+    decay_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Last share of `decay_steps` over which the rate falls linearly towards 0; 0 keeps it constant."""
     weight_decay: Annotated[float, Meta(ge=0)] = 0.01
     """Weight decay of matrices, decoupled from the gradient."""
     beta1: ClassVar[float] = 0.9  # decay rate of the running mean of gradients, as everywhere

@@ -70,7 +70,7 @@ max_model_len = 512
 
 [learner]
 checkpoint_every = 5
-optimizer = { decay = "constant", lr = 1e-6 } # another end is set to a run that exists
+optimizer = { decay_share = 0, lr = 1e-6 } # another end is set to a run that exists
 
 [executor]
 type = "slurm"

@@ -21,12 +21,10 @@ EP2 = TP1 | {"expert_parallel": 2}
 PP2 = TP1 | {"pipeline_parallel": 2}
 CP2 = TP1 | {"context_parallel": 2}
 TP2 = TP1 | {"tensor_parallel": 2}
-PLAIN = {"distributed_optimizer": False}
 BF16 = {"dtype": "bfloat16", "tensor_parallel": 2}
 HALF = {"offload_optimizer": 0.5}
 HALVES = [[[0, 1]], [[2, 3]]]
 PIECE = 2**18
-KINDS = {"": {}, "-plain": PLAIN}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +38,7 @@ def base(tmp_path_factory, models):
     folder = tmp_path_factory.mktemp("data")
     model = AutoModelForCausalLM.from_pretrained(models["dense"], dtype=torch.float32)
     return {
-        "optimizer": {"lr": 1e-3, "warmup_steps": 3, "decay": "linear", "decay_steps": 6, "decay_share": 0.5},
+        "optimizer": {"lr": 1e-3, "warmup_steps": 3, "decay_steps": 6, "decay_share": 0.5},
         "data": tiny.write_sequences(folder / "data.msgpack", tiny.make_sequences(model)),
         "model": str(models["dense"]),
         "packing": [[[0, 1], [2, 3]]],
@@ -67,10 +65,8 @@ def runs(tmp_path_factory, models, base):
         2,
         [
             first("", TP2),
-            first("-plain", TP2 | PLAIN),
             first("-bf16", BF16, "sharded"),
             again("same", "", TP2),
-            again("same-plain", "-plain", TP2 | PLAIN),
             again("same-bf16", "-bf16", BF16, model=str(models["sharded"])),
             again("data-parallel", "", TP1, packing=HALVES),
             again("hosted-data-parallel", "", TP1 | {"offload_optimizer": 0.7}, packing=HALVES),
@@ -109,7 +105,7 @@ def weights(folder, name):
     return found
 
 
-@pytest.mark.parametrize("kind", ["", "-plain", "-bf16", "-shared", "-moe", "-experts"])
+@pytest.mark.parametrize("kind", ["", "-bf16", "-shared", "-moe", "-experts"])
 def test_replay_after_a_resume_and_two_rests_is_bit_equal(runs, kind):
     """In a rest the learner moves all that it keeps on its device to host memory and back."""
     folder, answers = runs

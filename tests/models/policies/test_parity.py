@@ -28,7 +28,6 @@ CONTEXT = FP32 | {"context_parallel": 2}
 PIPELINE = FP32 | {"pipeline_parallel": 2}
 ROUTED = {"routed": tiny.EXPERTS["num_experts"], "crowded": tiny.EXPERTS["num_experts"] // 2}
 """From how many of the experts the sampler drew; one of two ranks has the "crowded" ones."""
-PLAIN = {"distributed_optimizer": False}
 FOUR = [[[0], [1], [2], [3]]]
 OPTIMIZER = {"lr": 1e-3, "weight_decay": 1.0, "clip_grad": 0.05}
 LOSS = {"kl_coefficient": 0.05}
@@ -59,7 +58,7 @@ CASES = {
     "tp2-selective": (
         2,
         "dense",
-        TENSOR | {"recompute": "selective", "distributed_optimizer": False},
+        TENSOR | {"recompute": "selective"},
         ONE,
         {},
     ),
@@ -95,7 +94,6 @@ CASES = {
         {"clip_grad": 0},
     ),
     "dp2": (2, "dense", FP32, HALVES, {}),
-    "dp2-plain-optimizer": (2, "dense", FP32 | {"distributed_optimizer": False}, HALVES, {"clip_grad": 0}),
     "dp2-filler": (2, "dense", FP32, [[[0, 1], "filler"], [[2], [3]]], {}),
     "moe-ep2": (2, "moe", FP32 | {"expert_parallel": 2, "recompute": "products"}, HALVES, {}),
     "moe-tp2-ep2": (
@@ -106,7 +104,7 @@ CASES = {
         {"clip_grad": 0},
     ),
     "idle-ep2-products": (2, "crowded", FP32 | {"expert_parallel": 2, "recompute": "products"}, HALVES, {}),
-    "cp2": (2, "dense", CONTEXT | PLAIN, ONE, {"clip_grad": 0}),
+    "cp2": (2, "dense", CONTEXT, ONE, {}),
     "moe-cp2-full": (2, "moe", CONTEXT | {"recompute": "full"}, [[[0, 1, 3], "filler", [2]]], {}),
     "tied-pp2": (2, "tied", PIPELINE, FOUR, {"clip_grad": 0}),
     "routed-pp2": (2, "routed", PIPELINE | {"recompute": "selective"}, FOUR, {"clip_grad": 0}),

@@ -10,8 +10,8 @@ def sizes_in_bytes(policy: MegatronSettings) -> tuple[int, int]:
 
 
 def saved_bytes(policy: MegatronSettings) -> int:
-    """Return what a parameter takes in a checkpoint; a distributed optimizer saves float32 weights twice."""
-    return sum(sizes_in_bytes(policy)) + 4 * (policy.dtype == "float32" and policy.distributed_optimizer)
+    """Return what a parameter takes in a checkpoint; Megatron's optimizer saves float32 weights twice."""
+    return sum(sizes_in_bytes(policy)) + 4 * (policy.dtype == "float32")
 
 
 def parts(shape: ModelShape, policy: MegatronSettings) -> tuple[float, float]:
@@ -29,7 +29,7 @@ def held(shape: ModelShape, policy: MegatronSettings) -> float:
 
 def stepped(shape: ModelShape, policy: MegatronSettings, data_parallel: int) -> float:
     """Return how many parameters a rank's optimizer updates."""
-    copies = policy.context_parallel * data_parallel if policy.distributed_optimizer else 1
+    copies = policy.context_parallel * data_parallel
     if adapters := adapter_parameters(shape, policy):
         return adapters / copies
     dense, experts = parts(shape, policy)

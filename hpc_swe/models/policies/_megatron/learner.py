@@ -106,11 +106,11 @@ class MegatronLearner:
         self.vocabulary = shape.vocab
         self.tolerance = 1e-3 if settings.dtype == "float32" else 0.25
         self.step = 0
-        self._folder, self._replays = model, settings.replay_routing
+        self._folder = model
         self._model = build_model(shape, settings)
         origins = self._load_weights(settings, shape, reference, tensors)
         self._adapters = lora.Adapters(self._model, shape, settings, self.ranks)
-        self._ddp = state.wrap(self._model, settings)
+        self._ddp = state.wrap(self._model)
         self._optimizer = state.build_optimizer(self._ddp, settings, optimizer, self.ranks)
         self._schedule = state.build_schedule(self._optimizer, optimizer)
         self._epochs = optimizer.epochs
@@ -212,10 +212,8 @@ class MegatronLearner:
 
     def _predict(self, work: PreparedMicroBatch) -> Outputs:
         micro = work.micro
-        experts = micro.routing if self._replays else b""
-        return self._scorer.forward(
-            id_array(micro.token_ids), micro.sequence_lengths, work.trained_positions, experts, work.longest
-        )
+        ids, positions = id_array(micro.token_ids), work.trained_positions
+        return self._scorer.forward(ids, micro.sequence_lengths, positions, micro.routing, work.longest)
 
     def _predict_freely(self, work: PreparedMicroBatch) -> Outputs:
         """Let the routers choose: the reference is a model of its own, and no engine sampled with it."""

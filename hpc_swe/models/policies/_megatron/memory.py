@@ -53,10 +53,10 @@ def learner_memory(
 
     The total is the largest number of bytes in use; the allocator reserves up to 15 % more, and CUDA 1 GiB.
 
-    Megatron's DistributedDataParallel and (Distributed)Optimizer hold in bfloat16 2 bytes of weight, 4 of
-    gradient, and 12 of optimizer state (float32 weight, two moments), the last divided by dp when the
-    optimizer is distributed; in float32 4, 4 and 8. AdamW's fused step needs nothing more. What
-    offload_optimizer moves to host memory passes through 1.2 GB at a time when there are no activations.
+    Megatron's DistributedDataParallel and DistributedOptimizer hold in bfloat16 2 bytes of weight, 4 of
+    gradient, and 12 of optimizer state (float32 weight, two moments), the last divided by dp; in float32
+    4, 4 and 8. AdamW's fused step needs nothing more. What offload_optimizer moves to host memory passes
+    through 1.2 GB at a time when there are no activations.
     With context parallelism dp is dp times cp here, and experts have fewer copies than the rest.
     The reference model is in host memory and takes none here. With adapters these alone have gradients and
     optimizer state, and the weights below them are in host memory, which serve as the reference model, too,
@@ -77,8 +77,7 @@ def learner_memory(
         held.append(base)
     saved = tokens * size * shape.layers * _saved(shape, policy, policy.recompute)
     saved += tokens * size * (6 if policy.sequence_parallel else 4) * shape.hidden  # 2 h: exchange.py
-    if policy.replay_routing:  # a byte for each choice of the engine, on every context-parallel rank
-        saved += whole * shape.layers * shape.experts_per_token
+    saved += whole * shape.layers * shape.experts_per_token  # choices of the engine, on every rank
     if policy.recompute not in ("selective", "full"):  # which make the routes again in backward
         saved += tokens * shape.layers * _route_bytes(shape, policy)
     layer = tokens * size * _backward(shape, policy)
@@ -132,8 +131,7 @@ def _last_version(
 ) -> Part:
     """Return the values that deltas start from, if they are there; adapters start from the model's folder."""
     is_there = "last version" in kept and policy.delta_base == place and not policy.lora_rank
-    size, divided = counts.sizes_in_bytes(policy)[0], replace(policy, distributed_optimizer=True)
-    count = counts.stepped(shape, divided, data_parallel)
+    size, count = counts.sizes_in_bytes(policy)[0], counts.stepped(shape, policy, data_parallel)
     return Part("last version, for deltas", f"{size} P / processes", size * count * is_there)
 
 

@@ -31,8 +31,6 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
     """gpu: each process needs one GPU, and the learner refuses to start with fewer. cpu: GPUs are ignored."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of parameters and activations. Gradients are summed, and bfloat16 parameters updated, in float32."""
-    distributed_optimizer: bool = True
-    """Spread the optimizer's state over the data-parallel ranks."""
     offload_optimizer: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Share of the optimizer's state, of 12 bytes for each bfloat16 parameter, that is kept in pinned host
     memory. Each step passes it through the GPU, in both directions of the bus at once, which takes about two
@@ -45,9 +43,6 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
     the core of attention and the layers' inputs. full: all but the layers' inputs. auto: the learner chooses
     the fastest of these that fits, by its estimate for `batches.microbatch_tokens` and the free memory of its
     GPUs when it starts, and logs it; on a CPU none. `launch start --dry-run` says what it will choose."""
-    replay_routing: bool = True
-    """Send each token to the experts that the engine chose, where the batch says which: see
-    engine.return_routing. false: the routers of the learner choose, as they do without such an engine."""
     logprob_chunk: Annotated[int, Meta(gt=0)] = 2048
     """Number of tokens whose logits exist at one time."""
     deterministic: bool = False
@@ -70,12 +65,6 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ConfigError("[policy] sequence_parallel = true needs tensor_parallel > 1")
-        sizes = {"pipeline_parallel": self.pipeline_parallel, "expert_parallel": self.expert_parallel}
-        if self.offload_optimizer and not self.distributed_optimizer:
-            raise ConfigError("[policy] offload_optimizer > 0 needs distributed_optimizer = true")
-        for key, size in sizes.items():
-            if size > 1 and not self.distributed_optimizer:  # only its checkpoints resume at another layout
-                raise ConfigError(f"[policy] {key} = {size} needs distributed_optimizer = true")
         if self.lora_rank and self.pipeline_parallel > 1:
             raise ConfigError(f"[policy] lora_rank = {self.lora_rank} needs pipeline_parallel = 1")
 

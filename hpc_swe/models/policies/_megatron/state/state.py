@@ -42,10 +42,9 @@ CONTENT = {
 }
 
 
-def wrap(model: PolicyModel, settings: MegatronSettings) -> DistributedDataParallel:
+def wrap(model: PolicyModel) -> DistributedDataParallel:
     """Give the model float32 gradient buffers, which are summed over data-parallel ranks."""
-    spread = settings.distributed_optimizer
-    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=spread)
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
     return DistributedDataParallel(model.config, config, model)
 
 
@@ -66,7 +65,7 @@ def build_optimizer(
         clip_grad=config.clip_grad,
         bf16=settings.dtype == "bfloat16",
         params_dtype=DTYPES[settings.dtype],
-        use_distributed_optimizer=settings.distributed_optimizer,
+        use_distributed_optimizer=True,
     )
     # distrib_optimizer.py:977 copies the state seven times on the host
     DistributedOptimizer.get_parameter_state_dp_zero = gathered.gather_states
@@ -95,7 +94,7 @@ def build_schedule(optimizer: MegatronOptimizer, config: OptimizerConfig) -> Opt
     It advances before each step, so the warm-up begins above 0. The last step of a linear decay must be
     above 0, too, hence the 1 in both lengths.
     """
-    linear = config.decay == "linear"
+    linear = config.decay_share > 0
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -116,7 +115,7 @@ def build_schedule(optimizer: MegatronOptimizer, config: OptimizerConfig) -> Opt
 
 
 def _final_lr(config: OptimizerConfig) -> float:
-    return 0.0 if config.decay == "linear" else config.lr
+    return 0.0 if config.decay_share else config.lr
 
 
 class Reference:
@@ -190,8 +189,7 @@ class Checkpointer:
         """Write the values of all tensors; return why that failed on this rank, which alone knows it."""
         with TensorWriter(AHEAD) as writer:
             for optimizer in self._optimizer.chained_optimizers:
-                if isinstance(optimizer, DistributedOptimizer):
-                    gathered.write(optimizer, files, writer)
+                gathered.write(optimizer, files, writer)
             files.write_own(writer)
             try:
                 files.finish(writer)
@@ -255,8 +253,6 @@ class Checkpointer:
     def _take_needed(self, state: dict[Any, Any]) -> list[loaded.SavedTensor]:
         """Remove what is loaded in pieces from `_optimizer_state`; return what this rank needs of it."""
         optimizers = self._optimizer.chained_optimizers
-        if not isinstance(optimizers[0], DistributedOptimizer):
-            return []
         parts = [state] if len(optimizers) == 1 else [state[index] for index in range(len(optimizers))]
         return [
             each
