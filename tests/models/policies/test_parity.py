@@ -270,7 +270,8 @@ def test_gradients_are_those_of_autograd_for_any_packing_and_parallelism(runs, n
     runs.answers(name)
     found = runs.exported(name, "grads")
     assert found.keys() == expected.keys()
-    limit = max(1e-6, 1e-5 * max(grad.abs().max() for grad in expected.values()))
+    largest = max(grad.abs().max() for grad in expected.values())
+    limit = 1e-5 * largest if "hybrid" in name else 1e-6  # the rule of delta nets amplifies each rounding
     assert max((found[key] - grad).abs().max() for key, grad in expected.items()) < limit
 
 
