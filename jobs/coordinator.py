@@ -12,7 +12,7 @@ from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import tasks, trajectories
 from hpc_swe.config import job_counts
 from hpc_swe.config.settings import RunConfig
-from hpc_swe.launch import demonstrations
+from hpc_swe.launch.trajectories import demonstrations
 from hpc_swe.models.model_shape import ModelShape
 from hpc_swe.roles.coordinator import sft
 from hpc_swe.roles.coordinator.batching.batches import BatchSettings
@@ -21,6 +21,7 @@ from hpc_swe.roles.coordinator.dispatch import RequestPlan
 from hpc_swe.roles.coordinator.evaluation import Evaluating, Evaluator
 from hpc_swe.roles.coordinator.loop import Coordinator, Mode
 from hpc_swe.roles.coordinator.maintenance import Maintenance
+from hpc_swe.roles.coordinator.replay import ArchiveReplay
 from hpc_swe.roles.coordinator.supervision import Supervision
 from hpc_swe.roles.coordinator.training import Training
 from jobs import entry
@@ -41,7 +42,18 @@ def mode(run: RunDir, config: RunConfig, curves: Log) -> Mode:
         if config.sft.trajectories:
             return _trained(run, config, schedule, curves)
         fates = Counter[str]()
-        return sft.WarmStart(run, demonstrations.samples(config, fates), schedule, curves, fates=fates)
+        return sft.WarmStart(run, demonstrations(config, fates), schedule, curves, fates=fates)
+    settings = BatchSettings(
+        config.groups,
+        config.batches,
+        config.advantage,
+        learner.data_parallel,
+        config.shaping,
+        minibatches,
+        _routing_bytes(Path(config.model)),
+    )
+    if config.mode == "replay":
+        return ArchiveReplay(run, RunDir(Path(config.batches.source)), settings, config.steps, curves)
     taken = tasks.read(run.tasks)
     held_out = [task.task_id for task in taken["eval"]][: config.eval.tasks or None]
     every = config.eval.every if config.mode == "grpo" else 0
@@ -53,15 +65,6 @@ def mode(run: RunDir, config: RunConfig, curves: Log) -> Mode:
     sampling = Sampling(max_tokens=config.sampling.max_tokens)
     requests = RequestPlan(config.seed, config.groups.group_size, sampling)
     plan_tasks = partial(TaskPlan, requests, _sources(config, taken["train"]), config.curriculum)
-    settings = BatchSettings(
-        config.groups,
-        config.batches,
-        config.advantage,
-        learner.data_parallel,
-        config.shaping,
-        minibatches,
-        _routing_bytes(Path(config.model)),
-    )
     return Training(run, plan_tasks, settings, config.steps, evaluator, curves)
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
+from typing import TypeAlias
 
 from hpc_swe.base.errors import HpcSweError, StorageError
 
@@ -108,9 +109,10 @@ def parser(module: str, description: str, *examples: str) -> argparse.ArgumentPa
     return _with_examples(made, examples)
 
 
-def verb(
-    verbs: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, does: str, *examples: str
-) -> argparse.ArgumentParser:
+Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def verb(verbs: Verbs, name: str, does: str, *examples: str) -> argparse.ArgumentParser:
     """Add a verb to a command, and return its parser; `does` is its description, without capital and stop."""
     description = f"{does[0].upper()}{does[1:]}."
     return _with_examples(

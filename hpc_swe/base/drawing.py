@@ -26,7 +26,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 
 from hpc_swe.base.errors import StorageError
-from hpc_swe.base.metrics import LAYOUT, decode, meaning
+from hpc_swe.base.metrics import LAYOUT, Tail, meaning
 from hpc_swe.base.records import MetricLine, ScoredEpisode
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic
@@ -100,7 +100,7 @@ class Drawing:
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
-        self._offsets: dict[Path, int] = {}
+        self._tail = Tail(run.metrics)
         self._points: dict[str, dict[int, MetricLine]] = {}
         self._last: dict[str, int] = {}
         """Newest step drawn, by curve."""
@@ -113,7 +113,7 @@ class Drawing:
     def update(self) -> None:
         """Draw what was logged since the last update; a line about a drawn step redraws everything."""
         try:
-            for line in sorted(self._new_lines(), key=lambda line: line.time):
+            for line in sorted(self._tail.new_lines(), key=lambda line: line.time):
                 for name in line.values:
                     self._points.setdefault(name, {})[line.step] = line
                     if line.step <= self._last.get(name, -1):
@@ -122,19 +122,6 @@ class Drawing:
         except (OSError, StorageError) as error:
             self._path = None  # the last record may be incomplete
             log.warning("not drawn: %s", error)
-
-    def _new_lines(self) -> list[MetricLine]:
-        lines: list[MetricLine] = []
-        for path in sorted(self._run.metrics.glob("*.jsonl")):
-            with path.open("rb") as file:
-                file.seek(self._offsets.get(path, 0))
-                whole = file.read().rpartition(b"\n")[0]
-            self._offsets[path] = self._offsets.get(path, 0) + len(whole) + bool(whole)
-            found, broken = decode(whole)
-            lines += found
-            if broken:
-                log.warning("%s: skipped %d lines that cannot be read", path, broken)
-        return lines
 
     def _restart(self) -> Path:
         number = time.time_ns()

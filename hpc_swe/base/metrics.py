@@ -196,6 +196,28 @@ def decode(data: bytes) -> tuple[list[MetricLine], int]:
     return lines, broken
 
 
+class Tail:
+    """Read what all processes of a run log, line by line, as it comes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._offsets: dict[Path, int] = {}
+
+    def new_lines(self) -> list[MetricLine]:
+        """Return the whole lines that were logged since the last call."""
+        lines: list[MetricLine] = []
+        for path in sorted(self._folder.glob("*.jsonl")):
+            with path.open("rb") as file:
+                file.seek(self._offsets.get(path, 0))
+                whole = file.read().rpartition(b"\n")[0]
+            self._offsets[path] = self._offsets.get(path, 0) + len(whole) + bool(whole)
+            found, broken = decode(whole)
+            lines += found
+            if broken:
+                log.warning("%s: skipped %d lines that cannot be read", path, broken)
+        return lines
+
+
 class Log:
     """A log is written by one process only, and no decision depends on it."""
 
@@ -203,7 +225,7 @@ class Log:
         self.recent: dict[str, list[float]] = {}
         """Last values by curve, oldest first."""
         with atomic.storage(path):
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, atomic.READERS.mode)
         size = os.fstat(self._file).st_size
         self._is_torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
         """Whether the file ends in the middle of a line, for example because the disk was full."""

@@ -98,6 +98,8 @@ class RunDir:
     """Logs: one JSONL file per writer."""
     tensorboard = _At("tensorboard")
     """View drawn from metrics/; may be deleted."""
+    tracked = _At("tracked")
+    """What W&B or trackio keep of the curves; may be deleted."""
     report = _At("report")
     """Pages of the run for a browser; may be deleted."""
     launches = _At("launch")
@@ -200,5 +202,9 @@ class RunDir:
         """Make the folders of an empty run, private to the user."""
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.root.chmod(0o700)  # an empty folder may have existed with other permissions
+        self.make_folders()
+
+    def make_folders(self) -> None:
+        """Make the folders that a run lacks, in which nothing is left."""
         for folder in self.folders():
             folder.mkdir(parents=True, exist_ok=True)

@@ -32,13 +32,14 @@ FAMILIES: dict[Any, str] = {
 """Type of a key of a run -> the family of plugins, in whose package the type is defined."""
 MAY_CHANGE = (
     *("steps", "counts", "by_hand", "max_restarts", "poll_s", "executor", "inference", "reward"),
-    *("lease", "supervision", "retention", "stop", "batches.microbatch_tokens"),
+    *("share", "tracker", "lease", "supervision", "retention", "stop", "batches.microbatch_tokens"),
     *("eval.every", "eval.patience"),
     *("policy.recompute", "policy.logprob_chunk", "policy.delta_base", "policy.offload_optimizer"),
     *("policy.tensor_parallel", "policy.pipeline_parallel", "policy.context_parallel"),
     *("policy.expert_parallel", "policy.sequence_parallel"),
     *("sft.validate_every",),
     *("learner.checkpoint_every", "learner.checkpoint_s", "learner.snapshot_every"),
+    "learner.data_parallel",
     *("rollout.slots", "rollout.episode_timeout_s"),
     *("engine.extra", "engine.environ", "engine.program", "engine.enforce_eager"),
     *("engine.max_num_seqs", "engine.kv_cache_bytes", "engine.gpu_memory_share", "engine.update_timeout_s"),

@@ -7,6 +7,7 @@ from hpc_swe.config.settings import RunConfig
 ROLES: dict[str, tuple[Role, ...]] = {
     "grpo": ("coordinator", "learner", "inference", "rollout", "reward"),
     "sft": ("coordinator", "learner"),
+    "replay": ("coordinator", "learner"),
     "eval": ("coordinator", "inference", "rollout", "reward"),
 }
 

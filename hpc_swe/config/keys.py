@@ -36,9 +36,13 @@ class Key:
     """Whether it may change in an existing run."""
 
 
-def listed(prefix: str = "") -> list[Key]:
-    """Return all keys whose names start with a prefix."""
-    return [key for key in _of_table(RunConfig, "", "") if key.name.startswith(prefix)]
+def listed(word: str = "") -> list[Key]:
+    """Return the keys whose names start with a word, or if none does, those that have it in their meaning."""
+    found = list(_of_table(RunConfig, "", ""))
+    told = word.lower()
+    return [key for key in found if key.name.startswith(word)] or [
+        key for key in found if told in f"{key.name} {key.meaning}".lower()
+    ]
 
 
 def as_lines(found: Iterable[Key]) -> Iterator[str]:

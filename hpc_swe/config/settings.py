@@ -13,6 +13,7 @@ from hpc_swe.agents.loops.base import Agent
 from hpc_swe.agents.sandboxes.base import Sandboxes
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.records import Record, Role, Sampling, Split, Task
+from hpc_swe.base.tracking import Tracker
 from hpc_swe.cluster.executors.base import Executor
 from hpc_swe.models.advantages.base import Advantage
 from hpc_swe.models.engines.base import Engine
@@ -109,6 +110,8 @@ class BatchesConfig(Record, frozen=True, kw_only=True):
     rewrites its history; or its side conversations too."""
     microbatch_tokens: Positive = 4096
     """Maximum tokens of one forward; longer samples are refused."""
+    source: str = ""
+    """Folder of the run of mode grpo whose episodes mode replay trains; `launch replay` sets it."""
 
 
 class StopConfig(Record, frozen=True, kw_only=True):
@@ -298,8 +301,9 @@ class SupervisionConfig(Record, frozen=True, kw_only=True):
 class RunConfig(Record, frozen=True, kw_only=True):
     """A run is described completely by this tree."""
 
-    mode: Literal["grpo", "sft", "eval"] = "grpo"
-    """grpo trains on rewards, sft on conversations that [sft] names; eval only evaluates."""
+    mode: Literal["grpo", "sft", "replay", "eval"] = "grpo"
+    """grpo trains on rewards, sft on conversations that [sft] names, replay on the episodes of another run.
+    eval only evaluates."""
     model: str
     """Hugging Face folder of the initial weights."""
     reference: str = ""
@@ -308,6 +312,11 @@ class RunConfig(Record, frozen=True, kw_only=True):
     """Seed of the order of tasks, of demonstrations and of evaluations."""
     steps: Natural = 100
     """Training steps of the whole run, each of which trains one batch."""
+    share: Literal["", "group"] = ""
+    """group: the group of the run's folder may read what `status`, `show` and `report` need; empty: none."""
+    tracker: Tracker = ""
+    """Also send the curves to W&B (`wandb`, without the network unless WANDB_MODE says otherwise) or to
+    `trackio`, into tracked/ of the run; empty: only TensorBoard. The package must be installed."""
     counts: dict[Role, Natural] = {}
     """Number of jobs per role; 1 for roles not named."""
     by_hand: list[Role] = []

@@ -4,9 +4,11 @@ Each check is a function that yields its complaints. All complaints are shown to
 person can correct them in one go.
 """
 
+import importlib.util
 import inspect
 import ipaddress
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -27,7 +29,7 @@ from hpc_swe.config import config as configuration
 from hpc_swe.config import conflicts, job_counts
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.config.tokenization import token_builder
-from hpc_swe.launch import create, demonstrations, existing
+from hpc_swe.launch import create, existing, trajectories
 from hpc_swe.launch.estimate import RoleJobs
 from hpc_swe.launch.plan import RunPlan
 from hpc_swe.models import builds
@@ -78,6 +80,7 @@ def _rules(plan: RunPlan) -> Iterator[str]:
     for doubt in conflicts.doubts(plan.config) if not plan.made else ():
         log.warning("%s", doubt)
     yield from (message for message in conflicts.of_new_runs(plan.config) if message not in known)
+    yield from _tracker(plan.config.tracker)
 
 
 def _model(plan: RunPlan) -> Iterator[str]:
@@ -95,7 +98,7 @@ def _model(plan: RunPlan) -> Iterator[str]:
     if "rollout" in plan.jobs:
         yield from _complaints(lambda: token_builder(config))
     elif config.mode == "sft" and not config.sft.trajectories:
-        yield from _complaints(lambda: demonstrations.check(config))
+        yield from _complaints(lambda: trajectories.check_demonstrations(config))
 
 
 def _unreadable(model: Path) -> Iterator[str]:
@@ -245,12 +248,21 @@ def _nodes(plan: RunPlan) -> Iterator[str]:
 def _machine(plan: RunPlan) -> Iterator[str]:
     """Check what the executor may run, and this machine where jobs run here; workers check other nodes."""
     executor, counts = plan.config.executor, {role: jobs.count for role, jobs in plan.jobs.items()}
-    if plan.config.mode != "sft" and executor.is_here:
+    if "rollout" in job_counts.ROLES[plan.config.mode] and executor.is_here:
         yield from _complaints(plan.config.sandbox.check)
     for each in plan.submissions:
         yield from _complaints(partial(executor.check, each))
     if executor.is_here:
         yield from _complaints(lambda: executor.check_machine(counts, own_environment()))
+
+
+def _tracker(package: str) -> Iterator[str]:
+    """Check that the package is there that curves are sent to; jobs run with this interpreter."""
+    if package and importlib.util.find_spec(package) is None:
+        yield (
+            f"tracker = {package!r}: {sys.executable} has no such package; pip install "
+            f"{package}, or leave the key out"
+        )
 
 
 def _engine(plan: RunPlan) -> Iterator[str]:

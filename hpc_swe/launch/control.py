@@ -10,13 +10,14 @@ import msgspec
 from hpc_swe.base.errors import ConfigError, DeadlineError, HpcSweError, StorageError
 from hpc_swe.base.records import Role, RunManifest
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store import atomic, orders, stop_signs, submissions, supervision
+from hpc_swe.base.store import atomic, orders, sharing, stop_signs, submissions, supervision
 from hpc_swe.config import config as configuration
 from hpc_swe.config.settings import RunConfig, StopConfig
 from hpc_swe.launch import checks, create, submit
 from hpc_swe.launch.existing import is_copy, load, note_interpreter
 from hpc_swe.launch.plan import RunPlan, plan_start
 from hpc_swe.launch.submit import TickResult
+from hpc_swe.roles.coordinator.batching import batches
 
 GRACE_S = 10.0  # seconds that `stop --now` gives processes to obey the order before it ends them
 FINISH_S = 3600.0  # the longest wait of a start for jobs that an order has told to end
@@ -41,6 +42,7 @@ def carry_out(plan: RunPlan, *, upgrade: bool = False, finish_s: float = FINISH_
     if plan.made or not create.create(run, config, plan.taken):
         if not plan.made:  # another start has made it meanwhile
             checks.require_alike(run, config)
+        batches.newest(run)  # raises where `launch clean` has deleted what the run would go on from
         if is_copy(run):
             create.adopt(run)
         create.note_place(run)
@@ -50,6 +52,7 @@ def carry_out(plan: RunPlan, *, upgrade: bool = False, finish_s: float = FINISH_
         _update_config(run, config, upgrade=upgrade)
         if upgrade:
             create.renew_code(run)
+    sharing.share(run, config.share == "group")
     note_interpreter(run, config)
     for order in (run.drain, run.stop):
         order.unlink(missing_ok=True)
@@ -150,7 +153,7 @@ def _update_config(run: RunDir, config: RunConfig, *, upgrade: bool) -> None:
         stop_signs.forgive(run)
     if config.steps > old.steps or config.eval.patience != old.eval.patience or has_other_bounds:
         run.finished.unlink(missing_ok=True)
-    atomic.write(run.token, create.key(run, config).encode())
+    atomic.write_secret(run.token, create.key(run, config).encode())
     atomic.write(run.config, create.encoded(tree))
 
 

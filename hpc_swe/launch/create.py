@@ -134,7 +134,7 @@ def making(run: RunDir, timeout_s: float = MAKING_TIMEOUT_S) -> Iterator[RunDir 
 def publish(run: RunDir, place: RunDir, config: RunConfig, taken: Taken, model_sha256: str) -> None:
     """Write a run's files in `place`, and move them into the run."""
     copy_code(run, place)
-    atomic.write(place.token, key(run, config).encode())
+    atomic.write_secret(place.token, key(run, config).encode())
     tasks.write(place.tasks, taken.tasks)
     if taken.trajectories:
         trajectories.write(place.trajectories, taken.trajectories)

@@ -12,7 +12,7 @@ import msgspec
 from hpc_swe.base.errors import ConfigError, CorruptRecord, StaleRun, StorageError
 from hpc_swe.base.records import RunManifest
 from hpc_swe.base.rundir import PROTOCOL, RunDir
-from hpc_swe.base.store import atomic
+from hpc_swe.base.store import atomic, sharing
 from hpc_swe.cluster.executors.base import INTERPRETER
 from hpc_swe.config import config as configuration
 from hpc_swe.config import job_counts
@@ -22,24 +22,20 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-def load(run: RunDir, *, trains: bool = False) -> RunConfig:
+def load(run: RunDir, *, trains: bool = False, reads: bool = False) -> RunConfig:
     """Return the configuration of a run that exists.
 
+    A caller that only `reads` may be another user, with whose group the run is shared. A process that
+    `trains` makes files for the run from now on, with the run's umask.
     If somebody changed by hand what decides its training, warn; raise ConfigError where it `trains`.
     Raise ConfigError also if the folder holds no run, or another user's; CorruptRecord if its configuration
     cannot be read; and StaleRun if it was made under another protocol version.
     """
-    try:
-        owner = run.config.stat().st_uid
-        manifest = _read(run.manifest, RunManifest)
-        tree = _read(run.config, dict[str, Any])
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise ConfigError(
-            f"{run.root}: no run here ({error.filename} is missing); {_remedy(run.root)}"
-        ) from None
-    if owner != os.getuid():
+    owner, manifest, tree = _read_run(run)
+    if owner != os.getuid() and not reads:
         raise ConfigError(f"{run.root}: belongs to user {owner}; a run is acted on by its owner only")
-    require_private(run.root)
+    if owner == os.getuid():
+        require_private(run.root, is_shared=tree.get("share") == "group")
     if manifest.protocol != PROTOCOL:
         raise StaleRun(
             f"{run.root}: protocol {manifest.protocol}, this code reads {PROTOCOL}; call the command in "
@@ -57,8 +53,28 @@ def load(run: RunDir, *, trains: bool = False) -> RunConfig:
     is_archive = not os.access(run.root, os.W_OK)  # read-only, by its mode or its file system
     if not is_archive and not all(folder.is_dir() for folder in run.folders()):
         with suppress(PermissionError):  # copied or cleaned without its empty folders
-            run.make()
+            run.make_folders()
+    if trains:
+        sharing.take_umask(run)
     return configuration.build(tree, str(run.config))
+
+
+def _read_run(run: RunDir) -> tuple[int, RunManifest, dict[str, Any]]:
+    """Return who owns a run, its manifest and the tree of its configuration."""
+    try:
+        owner = run.config.stat().st_uid
+        return owner, _read(run.manifest, RunManifest), _read(run.config, dict[str, Any])
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(
+            f"{run.root}: no run here ({error.filename} is missing); {_remedy(run.root)}"
+        ) from None
+    except (PermissionError, StorageError):
+        if os.access(run.config, os.R_OK):
+            raise
+        raise ConfigError(
+            f"{run.root}: closed to you; its owner may let a group read it: `launch start --run {run.root} "
+            "share=group`"
+        ) from None
 
 
 def _read(path: Path, kind: type[T]) -> T:
@@ -132,10 +148,13 @@ def _remedy(folder: Path) -> str:
     return f"it holds the runs {', '.join(inside[:8])}" if inside else "`launch start` creates a run"
 
 
-def require_private(root: Path) -> None:
-    """Raise ConfigError if others may read or write a run: it holds keys, and jobs trust what it says."""
+def require_private(root: Path, is_shared: bool = False) -> None:
+    """Raise ConfigError if others may read or write a run: it holds keys, and jobs trust what it says.
+
+    The group of a run that `is_shared` may read.
+    """
     found = root.stat()
     if found.st_uid != os.getuid():
         raise ConfigError(f"{root}: belongs to user {found.st_uid}; a run is acted on by its owner only")
-    if found.st_mode & 0o077:
+    if found.st_mode & (0o027 if is_shared else 0o077):
         raise ConfigError(f"{root}: mode {found.st_mode & 0o777:o} lets others in; run chmod 700 {root}")

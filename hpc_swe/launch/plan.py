@@ -16,6 +16,7 @@ from hpc_swe.cluster.executors.base import Submission
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.launch import estimate, existing, submit, trajectories
 from hpc_swe.launch.estimate import Costs, RoleJobs
+from hpc_swe.roles.coordinator import replay
 from hpc_swe.tasks import task_checks
 
 log = logging.getLogger(__name__)
@@ -81,9 +82,22 @@ def plan_start(run: RunDir, config: RunConfig) -> RunPlan:
 
 def take(config: RunConfig) -> Taken:
     """Return what a new run works on; raise ConfigError if it is nothing, or if some cannot be used."""
+    if config.mode == "replay":
+        _require_archive(config)
+        return Taken({})
     if trajectories.is_source(config):
         return Taken({}, trajectories.take(config))
     return Taken(_take_tasks(config))
+
+
+def _require_archive(config: RunConfig) -> None:
+    """Raise ConfigError unless the run that is replayed has archived so many steps."""
+    count = replay.archived_steps(RunDir(Path(config.batches.source)))
+    if count < config.steps:
+        raise ConfigError(
+            f"batches.source = '{config.batches.source}': it has archived {count} steps, less than steps = "
+            f"{config.steps}; lower steps, or name another run of mode grpo"
+        )
 
 
 def _require_images(config: RunConfig, tasks: Sequence[Task]) -> None:

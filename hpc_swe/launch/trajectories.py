@@ -2,12 +2,14 @@
 
 A start that refuses a row has changed nothing, and a run never reads the files or the tokenizer again. The
 recorder's token builder makes the ids and the mask, so what is trained is what episodes will sample.
+Demonstrations are endless, and are encoded by the coordinator; the start tries one.
 """
 
 import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,7 @@ from hpc_swe.agents.chat.rows import ChatRow
 from hpc_swe.agents.chat.tokens import Tokens
 from hpc_swe.base import records, tables
 from hpc_swe.base.errors import AgentError, ConfigError
-from hpc_swe.base.records import Message, RunManifest, Split
+from hpc_swe.base.records import Message, RunManifest, Sample, Split
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, trajectories
 from hpc_swe.base.store.trajectories import Trajectory
@@ -27,8 +29,8 @@ from hpc_swe.config import config as configuration
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.config.tokenization import token_builder
 from hpc_swe.launch import existing
+from hpc_swe.roles.coordinator import sft
 from hpc_swe.roles.coordinator.dispatch import stable_hash
-from hpc_swe.roles.coordinator.sft import fitting_length
 
 MOST_COMPLAINTS = 5
 Encoded = tuple[Sequence[int] | records.IdArray, Sequence[int] | np.ndarray]
@@ -131,7 +133,7 @@ class _Encoder:
         ids, mask = self._recorded(row) if row.recorded else self._rendered(row)
         marks = np.asarray(mask, dtype=np.uint8)
         limit = self._config.rollout.context
-        end = fitting_length(marks, limit)
+        end = sft.fitting_length(marks, limit)
         kept = Trajectory(name=row.place, task_id=row.task_id)
         if not 0 < end <= limit:
             return replace(
@@ -218,3 +220,28 @@ def _require_use(config: RunConfig, found: Iterable[Trajectory]) -> None:
             f"{names['eval'][tokens]}: sft.validation: the same conversation as {names['train'][tokens]}, "
             "which is trained; remove one of them"
         )
+
+
+def demonstrations(config: RunConfig, fates: Counter[str]) -> Iterator[Sample | None]:
+    """Yield each demonstration as episodes will record it; None for one that is left out.
+
+    Raise ConfigError when the task set has none, or when agent or chat template cannot show them.
+    """
+    preface, conversations = config.agent.preface, config.taskset.demonstrations(config.seed)
+    if conversations is None:
+        raise ConfigError(
+            f"[taskset] {type(config.taskset).__name__} shows no demonstrations; set sft.trajectories"
+        )
+    if preface is None:
+        raise ConfigError(
+            f"[agent] {type(config.agent).__name__} does not say what its policy is shown; warm-start with "
+            "files of sft.trajectories"
+        )
+    encode = partial(token_builder(config).demonstration, tools=preface.tools)
+    shown = sft.with_system_prompt(conversations, preface)
+    return sft.from_conversations(shown, encode, config.rollout.context, fates)
+
+
+def check_demonstrations(config: RunConfig) -> None:
+    """Raise ConfigError unless the first demonstration can be encoded."""
+    next(demonstrations(config, Counter()), None)

@@ -15,7 +15,7 @@ from hpc_swe.base.errors import CorruptRecord, HpcSweError
 from hpc_swe.base.metrics import decode, meaning
 from hpc_swe.base.records import Batch, Episode, RolloutRequest, ScoredEpisode, float_array, id_array
 from hpc_swe.base.rundir import SPOOLS, RunDir
-from hpc_swe.base.store import atomic
+from hpc_swe.base.store import atomic, sharing
 from hpc_swe.base.store.task_history import RunHistory
 from hpc_swe.base.transcript import clean
 
@@ -154,7 +154,7 @@ def _run(run: RunDir) -> str:
     folders |= {"checkpoints": run.checkpoints, "batches": run.batches, "metrics logs": run.metrics}
     rows = []
     for name, at in folders.items():
-        names = sorted(atomic.names(at)) if at.is_dir() else []
+        names = sharing.entries(at)
         rows.append((name, len(names), names[-1] if names else "", f"{at}"))
     parts = [_table(("what", "count", "newest", "folder"), rows)]
     parts.append(f"episodes: python -m hpc_swe.show {run.root} --task TASK, --outcome OUTCOME, --step N")
@@ -221,7 +221,7 @@ def records(path: Path, wanted: Mapping[str, str]) -> Iterator[ScoredEpisode]:
 def unconsumed(run: RunDir) -> Iterator[ScoredEpisode]:
     """Read the scored episodes that no batch has consumed, in the order of their names."""
     ready = run.scored / "ready"
-    for name in atomic.names(ready) if ready.is_dir() else []:
+    for name in sharing.entries(ready):
         with suppress(FileNotFoundError, CorruptRecord):  # consumed just now; or the coordinator rejects it
             yield atomic.get(ready / name, ScoredEpisode)
 

@@ -22,6 +22,8 @@ from hpc_swe.launch import existing
 from hpc_swe.launch.view import ASK_S, RunReader, RunView, duration
 
 BARS = " _.-=*#@"
+BLOCKS = "".join(map(chr, range(0x2581, 0x2589)))
+"""Bars of a terminal that shows more than ASCII."""
 WIDE, BAR, NAME = 20, 16, 24
 REDRAW_S = 2.0
 LINES = 7  # of errors; everything else fits above them on a screen of 40
@@ -38,12 +40,12 @@ MEANINGS = {
 }
 
 
-def render(view: RunView, width: int = 80) -> RenderableType:
-    """Render one screen of at most 40 lines, in plain ASCII."""
+def render(view: RunView, width: int = 80, bars: str = BARS) -> RenderableType:
+    """Render one screen of at most 40 lines, in plain ASCII but for the bars of curves, the lowest first."""
     report = view.report
     parts: list[str | Table] = [*_head(view, width), "", _roles(view, width), *_engines(view)]
     parts += ["", _spools(report)] if report else []
-    parts += ["", _curves(report)] if report and report.recent else []
+    parts += ["", _curves(report, bars)] if report and report.recent else []
     errors = [view.stuck, view.queue.silence, *view.queue.failures]
     errors += [f"{owner}: {text}" for owner, text in report.troubles.items()][:2] if report else []
     errors += report.errors[-LINES // 2 :] if report else []
@@ -57,13 +59,13 @@ def _rows(line: str, width: int) -> list[str]:
     return [row for row in (line[:width], line[width : 2 * width]) if row]
 
 
-def spark(values: Sequence[float]) -> str:
+def spark(values: Sequence[float], bars: str = BARS) -> str:
     """Draw values as one line of characters, from low to high."""
     low, high = min(values, default=0.0), max(values, default=0.0)
     if low == high:
-        return BARS[3] * len(values)
-    scale = (len(BARS) - 1) / (high - low)
-    return "".join(BARS[round((value - low) * scale)] for value in values)
+        return bars[3] * len(values)
+    scale = (len(bars) - 1) / (high - low)
+    return "".join(bars[round((value - low) * scale)] for value in values)
 
 
 def _head(view: RunView, width: int) -> list[str]:
@@ -143,14 +145,14 @@ def _spools(report: StatusReport) -> Table:
     return table
 
 
-def _curves(report: StatusReport) -> Table:
+def _curves(report: StatusReport, bars: str) -> Table:
     table = _table("curve", "last", "lowest", "highest")
     table.add_column(_cell("last steps"))
     names = [n for head in HEADLINES for n in sorted(report.recent) if n == head or n.startswith(head + "/")]
     for name in names[: len(HEADLINES)]:
         values = report.recent[name][-WIDE:]
         numbers = (values[-1], min(values), max(values))
-        _add(table, name, *(f"{number:.4g}" for number in numbers), spark(values))
+        _add(table, name, *(f"{number:.4g}" for number in numbers), spark(values, bars))
     return table
 
 
@@ -185,7 +187,11 @@ def _watch(reader: RunReader, run: RunDir, console: Console) -> None:
 
 def _screen(reader: RunReader, console: Console) -> RenderableType:
     view = reader.read()
-    return render(view, console.width) if isinstance(view, RunView) else Text(f"error: {view}; trying again")
+    return _drawn(view, console) if isinstance(view, RunView) else Text(f"error: {view}; trying again")
+
+
+def _drawn(view: RunView, console: Console) -> RenderableType:
+    return render(view, console.width, BLOCKS if console.encoding.startswith("utf") else BARS)
 
 
 @cli.command
@@ -199,11 +205,11 @@ def main() -> None:
     arguments = cli.parse(parser)
     run, console = RunDir(arguments.run), tables.screen()
     with boundary(StorageError, f"reading {run.root}"):
-        reader = RunReader(run, existing.load(run))
+        reader = RunReader(run, existing.load(run, reads=True))
         if arguments.watch:
             _watch(reader, run, console)
         else:
-            console.print(render(reader.look_twice(), console.width))
+            console.print(_drawn(reader.look_twice(), console))
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ def kept(bench):
     os.chown(finished.run / "control/FINISHED", 2001, 2001)
     cluster, lost_id = whole.cluster, atomic.get(RunDir(lost.run).manifest, RunManifest).run_id
     cluster.wait_for("live workers", lambda: [len(live(run)) for run in runs] == [2, 2, 0])
-    cluster.run("scancel", f"--name={lost_id}:reward")
-    cluster.wait_for("their end", lambda: not [job for job in cluster.jobs() if job.name.startswith(lost_id)])
+    cluster.run("scancel", f"--name=reward:{lost_id}")
+    cluster.wait_for("their end", lambda: not [job for job in cluster.jobs() if job.name.endswith(lost_id)])
     return runs
 
 

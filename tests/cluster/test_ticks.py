@@ -172,7 +172,7 @@ def test_job_asks_for_what_the_configuration_says(bench):
     for wanted in ("Requeue=1", "Comment=1", "TimeLimit=00:10:00", "CPUs/Task=1", "ArrayTaskId=0"):
         assert wanted in shown
     name = json.loads((run.run / "MANIFEST.json").read_text())["run_id"]
-    assert f"JobName={name}:reward" in shown
+    assert f"JobName=reward:{name}" in shown
 
 
 def test_run_is_private_and_nobody_else_can_act_on_it(bench):

@@ -29,7 +29,7 @@ def launch(cluster: Cluster, *words: str):
 
 def interrupt(cluster: Cluster, role: str) -> bool:
     """What preemption does to a role: its jobs are warned, and requeue themselves. False where none runs."""
-    found = [job for job in cluster.jobs() if job.name.endswith(f":{role}") and job.state == "RUNNING"]
+    found = [job for job in cluster.jobs() if job.name.startswith(f"{role}:") and job.state == "RUNNING"]
     for job in found:
         cluster.run("scancel", "--batch", "--signal=USR2", job.id)
     return bool(found)
@@ -104,8 +104,9 @@ def test_learner_ran_on_two_nodes_and_the_other_roles_where_asked(trained):
     words = ("--allocations", "--noheader", "--parsable2", "--starttime=now-1days")  # not only today's
     rows = cluster.run("sacct", *words, "--format=JobName,NNodes").stdout.splitlines()
     name = json.loads(run.manifest.read_text())["run_id"]
-    asked = {"learner|2": 1, "inference|1": 2, "rollout|1": 4, "reward|1": 2}
-    assert Counter({f"{name}:{job}": count for job, count in asked.items()}) <= Counter(rows)
+    asked = {"learner": (2, 1), "inference": (1, 2), "rollout": (1, 4), "reward": (1, 2)}
+    wanted = {f"{role}:{name}|{nodes}": count for role, (nodes, count) in asked.items()}
+    assert Counter(wanted) <= Counter(rows)
 
 
 @pytest.mark.parametrize(("role", "jobs"), [("inference", 2), ("rollout", 4), ("reward", 2)])

@@ -32,4 +32,10 @@ def test_keys_are_listed_by_prefix_with_type_default_and_meaning():
 def test_a_prefix_that_no_key_has_is_answered_with_one_that_is_alike():
     done = listed("groups.group_sise")
     assert done.returncode == 2
-    assert "no key starts with 'groups.group_sise'; did you mean 'groups.group_size'?" in done.stderr
+    assert "no key has 'groups.group_sise'; did you mean 'groups.group_size'?" in done.stderr
+
+
+def test_a_word_that_begins_no_key_finds_those_that_mean_it():
+    names = [line.partition(":")[0] for line in listed("divergence").stdout.splitlines() if line[0] != " "]
+    assert "stop.gap" in names
+    assert "groups.group_size" not in names

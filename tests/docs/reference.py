@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from hpc_swe.__main__ import COMMANDS
 from tests.docs.commands import said
 
-VERBS = {"launch": ("start", "tick", "stop", "keys")}
+VERBS = {"launch": ("start", "tick", "stop", "replay", "export", "serve", "clean", "compare", "keys")}
 HEAD = """# Every command
 
 Each command says the same when you ask it, for example:

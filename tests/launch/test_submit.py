@@ -67,7 +67,7 @@ def test_decision(jobs, newest, decision):
 
 def test_queue_of_slurm_is_read_by_name_and_ids_of_others_are_not_ours():
     listing = """\
-17_3|2|PENDING|Priority|demo-a1b2c3:rollout
+17_3|2|PENDING|Priority|rollout:demo-a1b2c3
 18|1|RUNNING|None|demo-a1b2c3:learner
 19|1|COMPLETING|None|demo-a1b2c3:reward
 20|1|PENDING|launch failed requeued held|demo-a1b2c3:coordinator

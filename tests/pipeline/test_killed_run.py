@@ -2,19 +2,22 @@
 
 import json
 import os
-import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hpc_swe.base.records import WeightManifest, float_array, id_array
-from hpc_swe.base.store import atomic, folders, weights
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import folders, weights
 from hpc_swe.cluster.processes import descendants
 from hpc_swe.launch import existing
 from hpc_swe.roles.coordinator.batching.samples import make_samples
 from tests.kit.books import Books, torn
+from tests.kit.checkout import ROOT
 from tests.kit.run_processes import command, processes_of, role_pids
 from tests.kit.waiting import until
 
@@ -131,27 +134,12 @@ def test_fresh_tokens_have_the_learners_own_log_probabilities(killed):
     assert max(fresh) < 1e-4
 
 
-def test_learner_alone_on_the_same_batches_gives_bitwise_equal_weights(killed, small_run, warm_model):
-    run, keep = killed[0], killed[1].kept
-    alone = {role: 0 for role in ("coordinator", "inference", "rollout", "reward")}
-    words = [f"by_hand={list(alone)}", *(f"counts.{role}={count}" for role, count in alone.items())]
-
-    def feed(replay) -> None:
-        for name in atomic.names(keep):
-            if not replay.batch(int(name[5:])).exists():
-                shutil.copytree(keep / name, replay.batches / f".tmp-{name}")
-                os.rename(replay.batches / f".tmp-{name}", replay.batch(int(name[5:])))
-        newest = weights.newest(replay)
-        if newest and newest.step == STEPS:
-            replay.finished.touch()
-
-    words += [
-        f"model={warm_model}",
-        f"steps={STEPS}",
-        "learner.optimizer.lr=1e-4",
-        "learner.checkpoint_every=100",
-    ]
-    replay = small_run("replay", *words, each=feed)
+def test_learner_alone_on_the_archive_gives_bitwise_equal_weights(killed, tmp_path):
+    run, replay = killed[0], RunDir(tmp_path / "replay")
+    words = ["replay", run.root, "--out", replay.root, "--wait", "900", "learner.checkpoint_every=100"]
+    line = [sys.executable, "-m", "hpc_swe.launch", *map(str, words)]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=1000)
+    assert done.returncode == 0, done.stderr
     last = weights.newest(run)
     assert last is not None
     assert last.incarnation > 1, "the learner was never started again"

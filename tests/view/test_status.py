@@ -21,7 +21,7 @@ from hpc_swe.cluster.executors.local import Local
 from hpc_swe.config import config as configuration
 from hpc_swe.launch import control
 from hpc_swe.launch.view import Queue, RunReader, RunView
-from hpc_swe.view.status import LINES, render
+from hpc_swe.view.status import LINES, _drawn, render
 from tests.kit.checkout import ROOT
 
 DESIRED = {"coordinator": 1, "learner": 1, "inference": 4, "rollout": 16, "reward": 4}
@@ -144,6 +144,18 @@ def test_everything_at_once_fits_forty_lines_of_ascii(width):
     assert max(map(len, text.splitlines())) <= width
     assert text.isascii()
     assert sum(line.startswith("error") for line in text.splitlines()) <= LINES
+
+
+def test_curves_are_drawn_in_blocks_where_the_terminal_shows_them():
+    told = report(recent={"reward/mean": [0.0, 0.5, 1.0]})
+    shown = {}
+    for encoding in ("utf-8", "ascii"):
+        console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding), width=80)
+        console.print(_drawn(view(report=told), console))
+        console.file.flush()
+        shown[encoding] = console.file.buffer.getvalue().decode(encoding)
+    assert "\u2581\u2585\u2588" in shown["utf-8"]
+    assert shown["ascii"].isascii()
 
 
 # where it comes from

@@ -6,7 +6,7 @@ A scored episode becomes Sample -> MicroBatch -> Batch. A manifest is the last f
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_swe.base.records.base import Floats, Ids, Record, Routing, WeightVersion
+from hpc_swe.base.records.base import Floats, Ids, Record, Routing, WeightVersion, floats, ids
 
 
 class Sample(Record, frozen=True, kw_only=True):
@@ -54,6 +54,17 @@ class MicroBatch(Record, frozen=True, kw_only=True):
     def mask_array(self) -> NDArray[np.uint8]:
         """Return the mask, uint8 [tokens]."""
         return np.frombuffer(self.mask, dtype=np.uint8)
+
+
+FILLER = MicroBatch(
+    token_ids=ids([0, 0]),
+    mask=b"\0\0",
+    logprobs=floats([0, 0]),
+    advantages=floats([0, 0]),
+    weights=floats([0, 0]),
+    sequence_lengths=[2],
+)
+"""A rank without samples runs this, because all ranks must run the same collectives."""
 
 
 class Batch(Record, frozen=True, kw_only=True):

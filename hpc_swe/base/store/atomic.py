@@ -6,6 +6,7 @@ import io
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -33,6 +34,16 @@ REFUSALS = {
 }
 
 STALE_TRIES = 5
+
+
+@dataclass
+class Readers:
+    """Say who may read the files that this process publishes; `sharing.take_umask` decides that for a run."""
+
+    mode: int = 0o600
+
+
+READERS = Readers()
 
 
 @lru_cache(maxsize=1)
@@ -76,6 +87,12 @@ def write(path: Path, data: bytes, *, durable: bool = True, check: Callable[[], 
             os.replace(name, path)
 
 
+def write_secret(path: Path, data: bytes) -> None:
+    """Publish `data` as `write` does, for the owner alone, also in a run that a group may read."""
+    with _written(path, data, True, 0o600) as name:
+        os.replace(name, path)
+
+
 def write_new(path: Path, data: bytes) -> None:
     """Publish `data` at `path`, or raise FileExistsError if that exists.
 
@@ -88,7 +105,7 @@ def write_new(path: Path, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _written(path: Path, data: bytes, durable: bool) -> Iterator[Path]:
+def _written(path: Path, data: bytes, durable: bool, mode: int = 0) -> Iterator[Path]:
     """Write `data` to a temporary file beside `path`, which is removed when the block fails.
 
     The fsync is not for power cuts: a Lustre client that dies with dirty pages would leave a renamed
@@ -97,7 +114,9 @@ def _written(path: Path, data: bytes, durable: bool) -> Iterator[Path]:
     name = temporary(path)
     with storage(path):
         try:
-            with os.fdopen(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            with os.fdopen(
+                os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode or READERS.mode), "wb"
+            ) as file:
                 file.write(data)
                 file.flush()
                 if durable:

@@ -37,12 +37,12 @@ def write(path: Path, tasks: Mapping[Split, Sequence[Task]]) -> None:
             "record": [msgspec.msgpack.encode(task) for _, task in rows],
         }
     )
-    atomic.put_table(path, table)
+    atomic.put_table(path, table, atomic.write_secret)  # it holds hidden tests
 
 
 def write_hidden(path: Path, texts: dict[str, str]) -> None:
     """Publish hidden texts by task id, in a file of their own that no rollout worker reads."""
-    atomic.write(path, msgspec.json.encode(texts))
+    atomic.write_secret(path, msgspec.json.encode(texts))
 
 
 def read_hidden(path: Path) -> dict[str, str]:

@@ -52,7 +52,7 @@ def write(path: Path, trajectories: Iterable[Trajectory]) -> None:
         }
         for each in trajectories
     ]
-    atomic.put_table(path, pa.Table.from_pylist(rows))
+    atomic.put_table(path, pa.Table.from_pylist(rows), atomic.write_secret)
 
 
 def read(path: Path) -> list[Trajectory]:

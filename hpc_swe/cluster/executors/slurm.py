@@ -1,6 +1,6 @@
 """Run jobs on a Slurm cluster. submitit writes the batch scripts and calls sbatch, and nothing more.
 
-A job's name is `<run id>:<role>` and its comment is the submission's number. So one `squeue` finds all jobs
+A job's name is `<role>:<run id>` and its comment is the submission's number. So one `squeue` finds all jobs
 of a run without their ids, which a controller that loses its state assigns again. All jobs ask to be
 requeued; those that are warned of their end requeue themselves.
 """
@@ -211,9 +211,11 @@ class Slurm(Plugin, Executor, frozen=True, kw_only=True):
         return str(job.job_id)
 
     def queue(self, run: RunDir) -> list[Job]:
-        """List the run's jobs with one squeue for all jobs of the user."""
+        """List the run's jobs with one squeue for all jobs of the user who owns it."""
         # --all: partitions may be hidden, and jobs that are not listed would be submitted again
-        words = ("--me", "--all", "--array", "--noheader", f"--format={QUEUE_FORMAT}")
+        owner = run.root.stat().st_uid
+        whose = "--me" if owner == os.getuid() else f"--user={owner}"  # of a run that a group may read
+        words = (whose, "--all", "--array", "--noheader", f"--format={QUEUE_FORMAT}")
         listing = self._call("squeue", *self._of_cluster(), *words)
         return parse_queue(listing, atomic.get(run.manifest, RunManifest).run_id)
 
@@ -285,7 +287,7 @@ class Slurm(Plugin, Executor, frozen=True, kw_only=True):
     def _parameters(self, run: RunDir, submission: Submission) -> dict[str, Any]:
         resources = self._resources(submission.role)
         return {
-            "job_name": f"{submission.run_id}:{submission.role}",
+            "job_name": f"{submission.role}:{submission.run_id}",
             "comment": str(submission.number),
             "time": resources.timeout_min,
             "nodes": resources.nodes,
@@ -320,18 +322,23 @@ def parse_queue(listing: str, run_id: str) -> list[Job]:
     """Read the jobs of a run from the output of squeue in the format QUEUE_FORMAT.
 
     Example:
-        >>> parse_queue("17_3|2|PENDING|Priority|demo-a1b2c3:rollout", "demo-a1b2c3")
+        >>> parse_queue("17_3|2|PENDING|Priority|rollout:demo-a1b2c3", "demo-a1b2c3")
         [Job(role='rollout', job='17_3', submission=2, state='waiting', reason='Priority')]
     """
     found = []
     for line in listing.splitlines():
         words = line.split("|", 4)  # other jobs may have fewer: people write line breaks into comments
-        owner, _, role = words[-1].rpartition(":")
-        if len(words) == 5 and owner == run_id and role in get_args(Role) and words[2] not in ENDED:
+        role = _role(words[-1], run_id)
+        if len(words) == 5 and role and words[2] not in ENDED:
             job, comment, state, reason, _ = words
             number = int(comment) if comment.isdecimal() else 0
-            found.append(Job(msgspec.convert(role, Role), job, number, _state(state, reason), reason))
+            found.append(Job(role, job, number, _state(state, reason), reason))
     return found
+
+
+def _role(name: str, run_id: str) -> Role | None:
+    """Return the role that a job's name says; older code submitted jobs whose names end in it."""
+    return next((r for r in get_args(Role) if name in (f"{r}:{run_id}", f"{run_id}:{r}")), None)
 
 
 def _state(state: str, reason: str) -> Any:

@@ -103,6 +103,10 @@ class Engine(ABC):
     def command(self, model: Path, host: str, port: int, name: str) -> Sequence[str]:
         """Return the command that serves folder `model` under `name`; raise ConfigError if one is missing."""
 
+    def serving(self, model: Path, name: str) -> Sequence[str]:
+        """Return the command that serves a folder to any client, outside a run; empty if none does."""
+        return []
+
     @abstractmethod
     def environment(self, token: str) -> dict[str, str]:
         """Return all environment variables of the server. They carry the token, which argv never may."""

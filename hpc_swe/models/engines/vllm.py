@@ -130,6 +130,21 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
             raise ConfigError(f"[engine] program: no vllm beside {sys.executable} nor on PATH; name its path")
         return [program, "serve", str(model), *pairs, *flags, *self.extra]
 
+    def serving(self, model: Path, name: str) -> Sequence[str]:
+        options = {
+            "served-model-name": name,
+            "dtype": self.dtype,
+            "max-model-len": self.max_model_len,
+            "tensor-parallel-size": self.tensor_parallel,
+            "generation-config": "vllm",
+        }
+        return [
+            "vllm",
+            "serve",
+            str(model),
+            *(w for key, value in options.items() for w in (f"--{key}", str(value))),
+        ]
+
     def environment(self, token: str) -> dict[str, str]:
         return vllm_environment.environment(token, on_cpu=self.device == "cpu") | self.environ
 

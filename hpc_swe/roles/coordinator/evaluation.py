@@ -25,7 +25,7 @@ from hpc_swe.roles.coordinator.batching.groups import Group, Key, Ledger, Member
 from hpc_swe.roles.coordinator.batching.samples import sampled_tokens
 from hpc_swe.roles.coordinator.collect import ResultCollector
 from hpc_swe.roles.coordinator.dispatch import request
-from hpc_swe.roles.coordinator.selection import EvalRate, select
+from hpc_swe.roles.coordinator.selection import EvalRate, rate_of, select
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
 
 SHARE = 4  # during training, evaluation uses at most one slot in four
@@ -141,17 +141,9 @@ class Evaluator:
 
     def _enter(self, step: int, label: str) -> None:
         try:
-            self._rates[step] = self._rate(evals.read(self.run.eval_table(label)))
+            self._rates[step] = rate_of(evals.read(self.run.eval_table(label)), self.config)
         except CorruptRecord as error:
             log.warning("no solve rate of step %d: %s", step, error)
-
-    def _rate(self, rows: Sequence[Attempt]) -> EvalRate:
-        label = next(iter(self.config.decodings))
-        outcomes = intervals.outcomes(rows, label)
-        if not outcomes:
-            return EvalRate(0.0)
-        failed = fmean(row.outcome == "infra_error" for row in rows if row.sampling == label)
-        return EvalRate(fmean(fmean(solved) for solved in outcomes.values()), failed)
 
     def _forget(self, collector: ResultCollector) -> None:
         collector.forget(collector.ledger.drop(lambda key: key[0] == "eval" and self.expects(key) is None))

@@ -17,10 +17,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from hpc_swe.base.errors import DeadlineError, StorageError
-from hpc_swe.base.records import Role
+from hpc_swe.base.records import Role, RunManifest
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, orders
+from hpc_swe.base.tracking import Tracking
 from hpc_swe.config.settings import STATUS_LOOKS, WAIT_S
 from hpc_swe.roles.coordinator.maintenance import Maintenance
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
@@ -35,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class Mode(Protocol):
-    """Do the work of one mode: Training, Evaluating or WarmStart."""
+    """Do the work of one mode: Training, Evaluating, WarmStart or ArchiveReplay."""
 
     def iterate(self, snapshot: RunSnapshot) -> Progress:
         """Do what can be done now, without waiting."""
@@ -60,7 +63,7 @@ class Coordinator:
         self._run, self._maintenance, self._poll_s, self._desired = run, maintenance, poll_s, desired
         self._build_mode, self._supervision = mode, supervision
         self._mode: Mode | None = None
-        self._drawing = _drawing(run)
+        self._drawings = _drawings(run)
         self._draw_at = float("-inf")
         self._progress: tuple[object, float] = (None, 0.0)
         self._ended_at = float("inf")
@@ -111,8 +114,9 @@ class Coordinator:
         self._maintenance.publish(snapshot, progress, self._desired, status_s)
         if not may_have_frozen:
             self._maintenance.clean_up(snapshot, progress.kept_steps)
-        if self._drawing and (not progress.waits_for or snapshot.now >= self._draw_at):
-            self._drawing.update()
+        if not progress.waits_for or snapshot.now >= self._draw_at:
+            for drawing in self._drawings:
+                drawing.update()
             self._draw_at = snapshot.now + STATUS_LOOKS * self._poll_s
         if not progress.waits_for and not may_have_frozen:
             atomic.write(self._run.finished, b"")
@@ -156,11 +160,16 @@ class Coordinator:
             )
 
 
-def _drawing(run: RunDir) -> "Drawing | None":
-    """Return what draws the run's curves; None, with a warning, in an environment without TensorBoard."""
+def _drawings(run: RunDir) -> list["Drawing | Tracking"]:
+    """Return what shows the run's curves; without TensorBoard, with a warning, not in that."""
+    found: list[Drawing | Tracking] = []
     try:
-        from hpc_swe.base.drawing import Drawing
+        from hpc_swe.base import drawing
+
+        found.append(drawing.Drawing(run))
     except ImportError as error:
         log.warning("no curves: %s; pip install tensorboard into the environment of jobs", error)
-        return None
-    return Drawing(run)
+    settings = msgspec.json.decode(atomic.read(run.config)) if run.config.exists() else {}
+    if package := settings.get("tracker"):
+        found.append(Tracking(run, package, atomic.get(run.manifest, RunManifest).run_id, settings))
+    return found

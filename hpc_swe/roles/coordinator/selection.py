@@ -1,7 +1,14 @@
 """Choose the best weights of a run by its evaluations, and tell when further training brings nothing."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
+
+from hpc_swe.base import intervals
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic, evals
+from hpc_swe.base.store.evals import Attempt
+from hpc_swe.config.settings import EvalConfig
 
 
 @dataclass(frozen=True)
@@ -40,3 +47,20 @@ def select(rates: Mapping[int, EvalRate]) -> Selection | None:
     best = max(sorted(rates), key=lambda step: rates[step].solved)
     no_better = [step > best and rate.highest <= rates[best].highest for step, rate in rates.items()]
     return Selection(best, rates[best].solved, sum(no_better))
+
+
+def rate_of(rows: Sequence[Attempt], config: EvalConfig) -> EvalRate:
+    """Return what the table of an evaluation says by the decoding that selects the best weights."""
+    label = next(iter(config.decodings))
+    outcomes = intervals.outcomes(rows, label)
+    if not outcomes:
+        return EvalRate(0.0)
+    failed = fmean(row.outcome == "infra_error" for row in rows if row.sampling == label)
+    return EvalRate(fmean(fmean(solved) for solved in outcomes.values()), failed)
+
+
+def best(run: RunDir, config: EvalConfig) -> Selection | None:
+    """Select among the evaluations of a run; raise CorruptRecord if one cannot be read."""
+    labels = [name.removesuffix(".parquet") for name in atomic.names(run.evals)]
+    steps = {int(label[5:]): label for label in labels if label.startswith("step_")}
+    return select({step: rate_of(evals.read(run.eval_table(label)), config) for step, label in steps.items()})

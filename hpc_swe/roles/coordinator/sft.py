@@ -33,14 +33,14 @@ from hpc_swe.base.records import (
     id_array,
 )
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store import checkpoints, folders
+from hpc_swe.base.store import folders
 from hpc_swe.base.store.trajectories import Trajectory
 from hpc_swe.roles.coordinator.batching import batch_metrics, batches
 from hpc_swe.roles.coordinator.batching.batches import BatchPlan
 from hpc_swe.roles.coordinator.batching.packing import pack_minibatches, token_weights
 from hpc_swe.roles.coordinator.batching.samples import build_sample
 from hpc_swe.roles.coordinator.dispatch import stable_hash
-from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
+from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot, awaited_learner
 
 AHEAD = 32
 """Number of batches that may be published beyond the learner's step."""
@@ -110,9 +110,7 @@ class WarmStart:
         if self._fates != self._logged:  # one line for many, since a line waits for the disk
             self._logged = dict(self._fates)
             self._log.write(self.step, self._logged)
-        waits_for = f"the learner: step {snapshot.learner_step} of {steps}"
-        done = checkpoints.is_trained(self._run, snapshot.newest, steps)
-        return Progress("" if done else waits_for, self.step, self._log.recent, [], awaits_learner=not done)
+        return awaited_learner(self._run, snapshot, self.step, steps, self._log.recent)
 
     def _take(self, until: float) -> bool:
         """Take the next batch from the stream, until this time at most; return whether it is complete.

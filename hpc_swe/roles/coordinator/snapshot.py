@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hpc_swe.base.records import Node, WeightVersion
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import checkpoints
 from hpc_swe.base.store.spool import Address
 
 Scan = dict[str, dict[str, list[Address]]]
@@ -105,3 +107,12 @@ class Progress:
     """Steps whose weights and checkpoints are not deleted."""
     awaits_learner: bool = False
     """Whether the learner has work: a batch that is published, or the last checkpoint."""
+
+
+def awaited_learner(
+    run: RunDir, snapshot: RunSnapshot, step: int, steps: int, recent: dict[str, list[float]]
+) -> Progress:
+    """Return the progress of work that only waits for the learner; it is done after the last checkpoint."""
+    done = checkpoints.is_trained(run, snapshot.newest, steps)
+    waits_for = "" if done else f"the learner: step {snapshot.learner_step} of {steps}"
+    return Progress(waits_for, step, recent, [], awaits_learner=not done)

@@ -7,11 +7,11 @@ themselves could see an order at different steps, and would then wait for one an
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 from hpc_swe.base.errors import DeadlineError, HpcSweError, StorageError
-from hpc_swe.base.records import Batch, BatchManifest, StatusReport
+from hpc_swe.base.records import FILLER, Batch, BatchManifest, StatusReport
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, folders, orders, weights
 
@@ -122,7 +122,41 @@ class BatchSource:
         return report.beat, report.waits_for
 
 
-def read_batch(run: RunDir, manifest: BatchManifest, name: str) -> Batch:
-    """Read one file of a published batch: what a data-parallel rank trains, or what it validates with."""
+def read_batch(
+    run: RunDir, manifest: BatchManifest, name_of: Callable[[int], str], rank: int, ranks: int
+) -> Batch:
+    """Read what a data-parallel rank trains, or with other names what it validates with.
+
+    A batch that was cut for another number of ranks, before `learner.data_parallel` changed, is dealt anew.
+    """
     folder = run.batch(manifest.step)
-    return atomic.decode(folder / name, folders.read(folder, name, manifest), Batch)
+
+    def read(name: str) -> Batch:
+        return atomic.decode(folder / name, folders.read(folder, name, manifest), Batch)
+
+    cut = [name for name in map(name_of, range(len(manifest.files))) if name in manifest.files]
+    if len(cut) == ranks:
+        return read(name_of(rank))
+    return deal([read(name) for name in cut], rank, ranks)
+
+
+def deal(shares: Sequence[Batch], rank: int, ranks: int) -> Batch:
+    """Return a rank's share of a batch that was cut into other shares.
+
+    All ranks get equally many microbatches. The weights of tokens hold the denominator of the whole step, so
+    only the order of sums changes.
+    """
+    counts = shares[0].minibatches or [len(shares[0].microbatches)]
+    dealt, first = [], 0
+    for count in counts:
+        rows = zip(*(share.microbatches[first : first + count] for share in shares), strict=True)
+        whole = [micro for row in rows for micro in row]
+        own = whole[rank::ranks]
+        dealt.append([*own, *[FILLER] * (-(-len(whole) // ranks) - len(own))])
+        first += count
+    return Batch(
+        step=shares[0].step,
+        rank=rank,
+        microbatches=[micro for part in dealt for micro in part],
+        minibatches=[len(part) for part in dealt] if shares[0].minibatches else [],
+    )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from hpc_swe.base.errors import ConfigError
-from hpc_swe.base.records import BatchManifest
+from hpc_swe.base.records import Batch, BatchManifest
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import skipped
 from hpc_swe.cluster.gpu_turns import LearnerTurn
@@ -158,8 +158,14 @@ def _require_finite(run: RunDir, learner: Learner, limit: int) -> None:
 def _train(run: RunDir, learner: Learner, objective: Objective, manifest: BatchManifest) -> dict[str, float]:
     """Take the step of a batch, and return its metrics with those of its held-out samples before the step."""
     metrics = _validate(run, learner, objective, manifest)
-    read = partial(read_batch, run, manifest, run.rank_file(learner.ranks.data_rank))
-    return metrics | learner.train(on_all_ranks(learner.ranks, read), objective)
+    share = _read(run, learner, manifest, run.rank_file)
+    return metrics | learner.train(share, objective)
+
+
+def _read(run: RunDir, learner: Learner, manifest: BatchManifest, name_of: Callable[[int], str]) -> Batch:
+    ranks = learner.ranks
+    size = len(set(ranks.gather(ranks.data_rank)))
+    return on_all_ranks(ranks, partial(read_batch, run, manifest, name_of, ranks.data_rank, size))
 
 
 def _enter(
@@ -218,9 +224,8 @@ def _validate(
     run: RunDir, learner: Learner, objective: Objective, manifest: BatchManifest
 ) -> dict[str, float]:
     """Return metrics of a batch's held-out samples under the current weights; none without such samples."""
-    name = run.validation_file(learner.ranks.data_rank)
-    if name not in manifest.files:
+    if run.validation_file(0) not in manifest.files:
         return {}
-    held_out = on_all_ranks(learner.ranks, partial(read_batch, run, manifest, name))
+    held_out = _read(run, learner, manifest, run.validation_file)
     found = learner.evaluate(held_out, objective)
     return {f"validation/{curve.removeprefix('policy/')}": value for curve, value in found.items()}

@@ -21,7 +21,7 @@ from hpc_swe.base import cli
 from hpc_swe.base.errors import ConfigError, CorruptRecord, HpcSweError
 from hpc_swe.base.records import RunManifest, ScoredEpisode
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store import atomic, weights
+from hpc_swe.base.store import atomic, sharing, weights
 from hpc_swe.base.transcript import clean
 from hpc_swe.config import config as configuration
 from hpc_swe.config.settings import RunConfig
@@ -80,14 +80,14 @@ class Report:
     def read_configuration(self) -> None:
         """Read what tells which tokens were trained and how they are spelt; a run can be shown without."""
         try:
-            self.config = existing.load(self.run)
+            self.config = existing.load(self.run, reads=True)
             self.rule = BatchRule(_settings(self.config))
         except HpcSweError as error:
             self.notes.append(f"what was trained, and the texts of tokens, are not shown: {error}")
             return
         try:
             self.speller = _speller(self.run, self.config)
-        except HpcSweError as error:
+        except (HpcSweError, PermissionError) as error:  # the model may be closed to who reads a shared run
             self.notes.append(f"tokens are shown as ids, because their texts are not known: {error}")
 
     def write_episodes(self, choice: WholeEpisodes) -> None:
@@ -203,7 +203,7 @@ def _settings(config: RunConfig) -> BatchSettings:
 
 def _speller(run: RunDir, config: RunConfig) -> Speller:
     """Read the tokenizer beside the run's newest weights, or else beside the model that it started from."""
-    version = weights.newest(run) if run.weights.is_dir() else None
+    version = weights.newest(run) if sharing.entries(run.weights) else None
     model = Path(atomic.get(run.manifest, RunManifest).folder, config.model)
     folders = [*([run.weight(version)] if version else []), model]
     return Speller(next((f for f in folders if (f / "tokenizer.json").exists()), model))
@@ -216,7 +216,7 @@ def write(run: RunDir, out: Path, choice: WholeEpisodes) -> Report:
     report cannot be written.
     """
     if not run.config.exists():
-        existing.load(run)  # raises, and says what is there instead
+        existing.load(run, reads=True)  # raises, and says what is there instead
     with pages.publishing(out) as folder:
         report = Report(run, folder)
         report.read_configuration()

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from hpc_swe.base.records import ScoredEpisode
 from hpc_swe.roles.coordinator.batching import batches
 from hpc_swe.roles.coordinator.batching.batches import BatchSettings
-from hpc_swe.roles.coordinator.batching.groups import Group, Member, failure_cause
+from hpc_swe.roles.coordinator.batching.groups import Group, failure_cause
 from hpc_swe.roles.coordinator.batching.samples import EpisodeSamples, leaf_chains, trained_turns
+from hpc_swe.roles.coordinator.replay import as_member
 
 WHY = {
     "no_signal": "all advantages of its group are 0",
@@ -48,7 +49,7 @@ class BatchRule:
         The archive says whether the group `was_trained`.
         """
         request = members[0].episode.request
-        group = Group((request.split, request.group_id), [_member(scored) for scored in members])
+        group = Group((request.split, request.group_id), [as_member(scored) for scored in members])
         decision = batches.decide(group, step, self._settings)
         found = {made.episode.request.index: made for made in decision.episodes}
         return [
@@ -83,7 +84,3 @@ class BatchRule:
                 found[index] |= sample.mask_array[at:end].astype(np.bool_)
                 at = end
         return found
-
-
-def _member(scored: ScoredEpisode) -> Member:
-    return Member(scored.episode.request, 0.0, scored, state="failed" if failure_cause(scored) else "done")

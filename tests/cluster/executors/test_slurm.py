@@ -29,7 +29,7 @@ def test_workers_are_one_array_requeued_and_warned_at_the_batch_shell():
         assert f"#SBATCH --{wanted}" in lines
     assert "#SBATCH --requeue" in lines
     assert "#SBATCH --output=/shared/run/logs/rollout/%A_%a.log" in lines
-    assert "#SBATCH --job-name=demo-a1b2c3:rollout" in lines
+    assert "#SBATCH --job-name=rollout:demo-a1b2c3" in lines
 
 
 def test_shell_makes_way_for_the_command_which_is_quoted():

@@ -176,7 +176,7 @@ class Run:
         found = []
         for line in listing.splitlines():
             name, number, state, node, title = line.split("|", 4)
-            run, _, owner = title.rpartition(":")
+            owner, _, run = title.partition(":")
             if run == self.name and role in ("", owner):
                 found.append(Job(name, number, owner, state, node, restarts.get(name, 0)))
         return found

@@ -273,8 +273,7 @@ def _batch(case: dict, learner):
     """Sequences of case["data"], packed as case["packing"][data rank] says; "filler" trains nothing."""
     import msgspec
 
-    from hpc_swe.base.records import Batch, MicroBatch
-    from hpc_swe.roles.coordinator.batching.packing import FILLER
+    from hpc_swe.base.records import FILLER, Batch, MicroBatch
 
     sequences = msgspec.msgpack.decode(Path(case["data"]).read_bytes(), type=list[MicroBatch])
     packing = case["packing"][learner.ranks.data_rank]

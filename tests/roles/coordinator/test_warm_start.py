@@ -10,7 +10,7 @@ from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.base.records import Sample, id_array
 from hpc_swe.config import config as configuration
 from hpc_swe.config.tokenization import token_builder
-from hpc_swe.launch import demonstrations
+from hpc_swe.launch.trajectories import demonstrations
 from tests.kit.checkout import ROOT
 from tests.kit.toy_model import HERMES, make_model
 
@@ -31,7 +31,7 @@ def read(tmp_path):
 
 def warm_start(config: configuration.RunConfig) -> Sample:
     """The first sample."""
-    (sample,) = itertools.islice(demonstrations.samples(config, Counter()), 1)
+    (sample,) = itertools.islice(demonstrations(config, Counter()), 1)
     return sample
 
 

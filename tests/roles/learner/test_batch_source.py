@@ -2,19 +2,24 @@
 
 import os
 
+import msgspec
 import pytest
 
+from hpc_swe.base import records
 from hpc_swe.base.errors import CorruptRecord, DeadlineError, LostRace
 from hpc_swe.base.records import (
+    FILLER,
+    Batch,
     BatchManifest,
     CheckpointManifest,
     CoordinatorState,
     FileInfo,
+    MicroBatch,
     StatusReport,
     WeightVersion,
 )
 from hpc_swe.base.store import atomic, checkpoints, folders, orders, weights
-from hpc_swe.roles.learner.batch_source import SILENT_PULSES, BatchSource, Order
+from hpc_swe.roles.learner.batch_source import SILENT_PULSES, BatchSource, Order, deal
 from hpc_swe.roles.learner.collective import on_all_ranks, on_rank_zero
 from hpc_swe.roles.learner.publish import Publisher, Snapshots, take_incarnation
 from tests.kit.crash import in_child
@@ -244,3 +249,31 @@ def test_the_checkpoint_of_a_frozen_learner_does_not_end_its_successor(run):
     resumed.restore()
     resumed.publish_last()
     assert checkpoints.is_trained(run, weights.newest(run), 1)
+
+
+def microbatch(number: int) -> MicroBatch:
+    return msgspec.structs.replace(FILLER, token_ids=records.ids([number, number]))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("minibatches", [[], [1, 2]])
+def test_a_batch_is_dealt_to_other_ranks_with_each_microbatch_once(ranks, minibatches):
+    """In its own optimizer step; ranks run equally many in each, for they meet in every one."""
+    cut = [
+        Batch(
+            step=7,
+            rank=r,
+            microbatches=[microbatch(10 * n + r + 1) for n in range(3)],
+            minibatches=minibatches,
+        )
+        for r in range(2)
+    ]
+    dealt = [deal(cut, rank, ranks) for rank in range(ranks)]
+    assert [(share.step, share.rank) for share in dealt] == [(7, rank) for rank in range(ranks)]
+    assert len({(len(share.microbatches), *share.minibatches) for share in dealt}) == 1
+    for part, wanted in enumerate(({1, 2}, {11, 12, 21, 22}) if minibatches else ({1, 2, 11, 12, 21, 22},)):
+        first = sum(dealt[0].minibatches[:part])
+        last = first + dealt[0].minibatches[part] if minibatches else None
+        found = [m for share in dealt for m in share.microbatches[first:last] if m != FILLER]
+        numbers = [int(records.id_array(m.token_ids)[0]) for m in found]
+        assert sorted(numbers) == sorted(wanted)

@@ -53,6 +53,13 @@ def test_the_probe_is_what_the_published_weights_say(whole):
         assert (torch.tensor(probe.logprobs) - scores).abs().max() < probe.tolerance / 100
 
 
+def test_batches_that_were_cut_for_two_ranks_are_trained_whole_by_one(whole, model, sequences, tmp_path):
+    """As after a change of learner.data_parallel, which a run may make between two starts."""
+    run = make_run(tmp_path / "run", sequences, STEPS, ranks=2)
+    launcher.launch(2, "learn", str(run.root), str(model), str(STEPS), "1")
+    assert_same(weights(run, STEPS, 1), weights(whole, STEPS, 1))
+
+
 def test_a_killed_learner_resumes_and_ends_at_the_same_bits(whole, model, sequences, tmp_path):
     run = make_run(tmp_path / "run", sequences, 3)
     children = start(run, model)
@@ -182,7 +189,7 @@ def test_batches_in_a_row_that_are_not_finite_end_the_learner(model, sequences, 
         for child in start(run, model):
             output, _ = child.communicate(timeout=600)
             assert child.returncode == ConfigError.exit_code
-            assert "2 batches in a row, the last of them batch 2, had a gradient that is not finite" in output
+            assert "in a row, 2, the last of them batch 2, had a gradient that is not finite" in output
     assert [line["step"] for line in reported(run)] == [0, 1, 2]
 
 

@@ -12,22 +12,12 @@ import numpy as np
 
 from hpc_swe.base import records
 from hpc_swe.base.errors import ConfigError
-from hpc_swe.base.records import FREE, Batch, MicroBatch, Sample
+from hpc_swe.base.records import FILLER, FREE, Batch, MicroBatch, Sample
 
 Aggregate = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
 # Number of tokens at which attention costs as much as the rest of a layer, for a hidden size of 2048. It only
 # affects the balance, so it need not match the model.
 ATTENTION_TOKENS = 24_576
-FILLER = MicroBatch(
-    token_ids=records.ids([0, 0]),
-    mask=b"\0\0",
-    logprobs=records.floats([0, 0]),
-    advantages=records.floats([0, 0]),
-    weights=records.floats([0, 0]),
-    sequence_lengths=[2],
-)
-"""A rank without samples runs this, because all ranks must run the same collectives."""
-
 CONSTANT_LENGTH = 1024  # tokens: it scales all gradients alike, and AdamW divides by their size
 
 

@@ -1,0 +1,76 @@
+"""Let the group of a run's folder read what `status`, `show` and `report` need, and nothing else.
+
+The mode of the run's folder says whether it is shared, and from it each process takes its umask, so that
+files that are made later are open, too. Every other folder stays closed to all but the owner, whatever modes
+its files have. `atomic.write_secret` writes the files beside them that stay closed.
+"""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic
+
+SHARED, PRIVATE = 0o2750, 0o700
+"""Modes of an open folder, in which all has its group, and of a closed one."""
+
+log = logging.getLogger(__name__)
+
+
+def is_shared(run: RunDir) -> bool:
+    """Return whether the group may read the run."""
+    return bool(run.root.stat().st_mode & 0o050)
+
+
+def take_umask(run: RunDir) -> None:
+    """Set the umask of a process that works for a run, and the mode of what it publishes."""
+    shared = is_shared(run)
+    os.umask(0o027 if shared else 0o077)
+    atomic.READERS.mode = 0o640 if shared else 0o600
+
+
+def share(run: RunDir, with_group: bool) -> None:
+    """Open a run to the group of its folder, or close it, and take the umask that fits."""
+    if with_group != is_shared(run):
+        run.root.chmod(PRIVATE)
+        for folder in (run.stacks, run.skipped(0).parent):  # others would make them when they are needed
+            folder.mkdir(exist_ok=True)
+        for path in run.root.iterdir():
+            _set_mode(path, PRIVATE)
+        for path in _open(run):
+            _set_mode(path, SHARED if with_group else PRIVATE)
+        run.root.chmod(SHARED if with_group else PRIVATE)  # last: it says that all is done
+    take_umask(run)
+    barred = [path for path in run.root.parents if path.stat().st_uid == os.getuid() and not _lets_in(path)]
+    if with_group and barred:
+        log.warning("%s: its group cannot enter; run chmod g+x %s", barred[0], barred[0])
+
+
+def _set_mode(path: Path, mode: int) -> None:
+    """Give a folder its mode, and a file what is left of it without execution."""
+    with contextlib.suppress(FileNotFoundError):  # a job has removed it just now
+        path.chmod(mode if path.is_dir() else mode & 0o640)
+
+
+def _lets_in(folder: Path) -> bool:
+    return bool(folder.stat().st_mode & 0o011)
+
+
+def _open(run: RunDir) -> Iterator[Path]:
+    """Yield all that a group may read of a run."""
+    folders = [run.archives.parent, run.evals, run.metrics, run.control, run.status.parent, run.launches]
+    folders += [run.logs("learner").parent, run.report, run.tensorboard]
+    files = [run.manifest, run.config, run.made, run.results, run.summary, *run.root.glob("predictions.*")]
+    yield from (path for path in files if path.exists())
+    for top in folders:
+        for folder, _, names in os.walk(top):
+            yield Path(folder)
+            yield from (path for name in names if not (path := Path(folder, name)).is_symlink())
+
+
+def entries(folder: Path) -> list[str]:
+    """List the published names of a folder; none where there is no folder, or its owner keeps it closed."""
+    return atomic.names(folder) if os.access(folder, os.R_OK | os.X_OK) else []

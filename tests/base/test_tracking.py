@@ -1,0 +1,66 @@
+"""Curves for trackers of others. The packages are stood in for by modules that write down their calls."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from hpc_swe.base.metrics import Log
+from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.tracking import FOLDERS, Tracking
+from tests.kit.checkout import ROOT, environment
+from tests.kit.waiting import DEADLINE_S
+
+STAND_IN = """
+import json, os
+def _note(name):
+    def call(*words, **named):
+        with open(os.environ["CALLS"], "a") as file:
+            file.write(json.dumps([name, words, named, os.environ.get("WANDB_MODE")]) + chr(10))
+    return call
+init, log, define_metric = _note("init"), _note("log"), _note("define_metric")
+"""
+
+
+@pytest.mark.parametrize("package", FOLDERS)
+def test_each_line_is_sent_once_and_a_restart_sends_all_again(tmp_path, monkeypatch, package):
+    (tmp_path / f"{package}.py").write_text(STAND_IN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, package, raising=False)
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    for variable in (*FOLDERS.values(), "WANDB_MODE", "WANDB_CONSOLE"):  # set again, as they were, at the end
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
+    run = RunDir(tmp_path / "run")
+    run.make()
+    learner, coordinator = (Log(run.metric_log(name)) for name in ("learner-1", "coordinator-1"))
+    coordinator.write(0, {"reward/mean": 0.25})
+    tracking = Tracking(run, package, "run-abc", {"steps": 3})
+    tracking.update()
+    coordinator.write(1, {"reward/mean": 0.5})
+    learner.write(0, {"policy/loss": 2.0})
+    tracking.update()
+    tracking.update()
+    Tracking(run, package, "run-abc", {"steps": 3}).update()
+    monkeypatch.delitem(sys.modules, package)
+    calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    logged = [(words[0], named) for name, words, named, _ in calls if name == "log"]
+    sent = [({**v, **named}["step"], next(iter(v.items()))) for v, named in logged]
+    first = [(0, ("reward/mean", 0.25)), (0, ("policy/loss", 2.0)), (1, ("reward/mean", 0.5))]
+    assert sent == [*first, *first]
+    opened = [named for name, _, named, _ in calls if name == "init"]
+    assert [each["group"] for each in opened] == ["run-abc"] * 2
+    assert opened[0]["config"] == {"steps": 3}
+    assert {mode for *_, mode in calls} == {"offline"}, "a compute node has no network"
+    assert (run.root / "tracked" / package).is_dir()
+
+
+def test_a_tracker_that_is_not_installed_is_refused_by_the_start(tmp_path):
+    line = [sys.executable, "-m", "hpc_swe.launch", "start", "configs/demo.toml", f"model={tmp_path}"]
+    words = ["tracker=wandb", "--run", str(tmp_path / "run"), "--dry-run"]
+    done = subprocess.run(
+        [*line, *words], capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=DEADLINE_S
+    )
+    assert done.returncode == 2
+    assert "has no such package; pip install wandb, or leave the key out" in done.stderr
