@@ -118,7 +118,7 @@ def test_clean_lists_sizes_and_deletes_the_named_parts_alone(run):
 def test_a_run_without_its_state_is_exported_but_not_continued(run, tmp_path):
     assert command("clean", run.root, "state").returncode == 0
     assert command("export", run.root, "--out", tmp_path / "out").returncode == 0
-    refused = command("start", "--run", run.root, "steps=40", "learner.optimizer.decay=linear")
+    refused = command("start", "--run", run.root, "steps=40")
     assert refused.returncode == 3, refused.stderr
     assert "no batch is intact" in refused.stderr
 
