@@ -133,7 +133,7 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
         yield "groups.group_size = 1 has no baseline; set it to 2 or more"
     if (config.mode == "replay") != bool(config.batches.source):
         yield 'mode = "replay" and batches.source belong together: `launch replay RUN` sets both'
-    if config.mode == "eval" and not config.eval.decodings:
+    if not config.eval.attempts and config.mode == "eval":
         yield "[eval.decodings] is empty; add for example greedy = {temperature = 0.0}"
     if (config.mode == "sft") != (learner.loss.objective == "sft"):
         yield (
