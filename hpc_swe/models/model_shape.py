@@ -9,9 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from hpc_swe.base.errors import ConfigError
+from hpc_swe.models.families import DEFAULTS, GRANITE, MULTIPLIERS, Multipliers, unrotated_layers
 from hpc_swe.models.rope import Rope
 
-KNOWN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5", "qwen3_5_text", "qwen3_moe")
+KNOWN = (
+    "granite",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_5",
+    "qwen3_5_text",
+    "qwen3_moe",
+    "seed_oss",
+    "smollm3",
+)
 WITH_DELTA_NETS = ("qwen3_5", "qwen3_5_text")
 WRAPPED = ("qwen3_5",)
 """Types of models of text and images; the configuration of the text model is their text_config."""
@@ -131,6 +143,9 @@ class ModelShape:
     """Of the names of the text model's tensors, but for the head."""
     is_wrapped: bool = False
     """Whether the folder also has a model of images, which is not trained."""
+    multipliers: Multipliers = Multipliers()
+    unrotated: frozenset[int] = frozenset()
+    """Layers, counted from 0, whose attention does not see positions."""
 
     @classmethod
     def read(cls, folder: Path) -> "ModelShape":
@@ -158,14 +173,16 @@ class ModelShape:
             eps=config["rms_norm_eps"],
             rope=rope,
             tied=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=config["model_type"] == "qwen2",
-            qk_norm=config["model_type"] not in ("llama", "mistral", "qwen2"),
+            qkv_bias=_has_qkv_bias(config),
+            qk_norm=config["model_type"].startswith("qwen3"),
             experts=experts,
             experts_per_token=int(config.get("num_experts_per_tok") or 0),
             renormalize=bool(config.get("norm_topk_prob", False)),
             delta=_delta_net(config),
             prefix="model.language_model." if is_wrapped else "model.",
             is_wrapped=is_wrapped,
+            multipliers=Multipliers.read(config),
+            unrotated=unrotated_layers(config),
         )
 
     @property
@@ -264,11 +281,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return what config.json of a model says; raise ConfigError if it cannot be read.
+    """Return what config.json of a model says, and `DEFAULTS`; raise ConfigError if it cannot be read.
 
     What it says of the text model of a wrapped one stands beside the rest, in place of equal keys.
     """
     config = read_json(folder / "config.json")
+    config = {**DEFAULTS.get(str(config.get("model_type")), {}), **config}
     inner = config.get("text_config")
     if config.get("model_type") not in WRAPPED or not isinstance(inner, dict):
         return config
@@ -294,6 +312,11 @@ def has_delta_nets(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") in WITH_DELTA_NETS
 
 
+def _has_qkv_bias(config: dict[str, Any]) -> bool:
+    is_optional = config["model_type"] == "seed_oss"
+    return config["model_type"] == "qwen2" or (is_optional and bool(config["attention_bias"]))
+
+
 def _experts(config: dict[str, Any]) -> int:
     return int(config.get("num_experts") or config.get("num_local_experts") or 0)
 
@@ -305,14 +328,15 @@ def _refuse_unknown(path: Path, config: dict[str, Any]) -> None:
     needed = [*NEEDED, *(OF_EXPERTS if _experts(config) else ("intermediate_size",))]
     needed += ["head_dim"] if kind == "qwen3" else []  # transformers would take 128, whatever the tensors are
     needed += OF_DELTA_NETS if has_delta_nets(config) else ()
+    needed += MULTIPLIERS if kind in GRANITE else ()
     if missing := [key for key in needed if config.get(key) is None]:
         raise ConfigError(f"model: {path} has no {', '.join(missing)}; add what the model was trained with")
-    # transformers reads a mistral without this key as one that has a window
-    window = config.get("sliding_window", 4096) if kind == "mistral" else config.get("use_sliding_window")
+    window = "sliding_window" if kind == "mistral" else "use_sliding_window"
     unsupported = {
-        "sliding_window" if kind == "mistral" else "use_sliding_window": bool(window),
+        window: bool(config.get(window)),
         "layer_types": not _has_known_layers(config),
-        "attention_bias": bool(config.get("attention_bias")) and kind != "qwen2",
+        "attention_bias": bool(config.get("attention_bias")) and not _has_qkv_bias(config),
+        "attention_out_bias": bool(config.get("attention_out_bias")),
         "mlp_bias": bool(config.get("mlp_bias")),
         "mlp_only_layers": bool(config.get("mlp_only_layers")),
         "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,

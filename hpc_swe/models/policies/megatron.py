@@ -1,4 +1,4 @@
-"""Train Qwen, Llama and Mistral models with megatron-core, on CUDA or on a CPU."""
+"""Train Qwen, Llama, Mistral, Granite, Seed-OSS and SmolLM3 models with megatron-core, on CUDA or CPU."""
 
 from collections.abc import Sequence
 from pathlib import Path

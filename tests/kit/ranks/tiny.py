@@ -46,6 +46,13 @@ HYBRID = {  # three layers of delta nets, and one of attention
     "linear_value_head_dim": 8,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
 }
+NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+FACTORS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 1.7,
+}
 
 
 def move(name: str, parameter: Tensor) -> None:
@@ -68,6 +75,9 @@ def make_models(folder: Path) -> dict[str, Path]:
         "mistral": ("Mistral", {"head_dim": 16, "sliding_window": None, "rope_parameters": YARN}),
         "hybrid": ("Qwen3_5", HYBRID | {"tie_word_embeddings": False}),
         "tied-hybrid": ("Qwen3_5", HYBRID | {"tie_word_embeddings": True}),
+        "seed": ("SeedOss", {**NO_TOKENS, "head_dim": 16, "attention_dropout": 0.0, "residual_dropout": 0.0}),
+        "granite": ("Granite", FACTORS | {"tie_word_embeddings": True}),
+        "smollm3": ("SmolLM3", NO_TOKENS),
         "moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 8, "tie_word_embeddings": False}),
         "routed": ("Qwen3Moe", {**EXPERTS, "head_dim": 8, "tie_word_embeddings": False}),
     }

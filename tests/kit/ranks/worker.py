@@ -310,7 +310,7 @@ def _logits(learner, token_ids: list[int]) -> list[list[float]]:
         local = (hidden[: len(token_ids), 0] @ weight.t()).contiguous()
         parts = [torch.empty_like(local) for _ in range(group.size())]
         dist.all_gather(parts, local, group=group)
-        return torch.cat(parts, -1).float().tolist()
+        return (torch.cat(parts, -1).float() / model.multipliers.logits).tolist()
 
 
 if __name__ == "__main__":

@@ -39,6 +39,9 @@ CASES = {
     "tp1-chunks": (1, "dense", FP32 | {"logprob_chunk": 7}, [[[3], [1], [0, 2], "filler"]], {"clip_grad": 0}),
     "mistral-tp1": (1, "mistral", FP32, ONE, {"clip_grad": 0}),
     "hybrid-tp1": (1, "hybrid", FP32, ONE, {"clip_grad": 0}),
+    "seed-tp1": (1, "seed", FP32, ONE, {"clip_grad": 0}),
+    "granite-tp1": (1, "granite", FP32 | {"recompute": "full"}, [[[0, 1, 3], [2]]], {"clip_grad": 0}),
+    "smollm3-tp1": (1, "smollm3", FP32, ONE, {"clip_grad": 0}),
     "moe-tp1": (1, "moe", FP32, ONE, {}),
     "routed-tp1": (
         1,
@@ -79,6 +82,9 @@ CASES = {
         [[[3, 0, 2, 1], "filler"]],
         {"clip_grad": 0},
     ),
+    "seed-tp2": (2, "seed", TENSOR, ONE, {"clip_grad": 0}),
+    "granite-tp2": (2, "granite", SEQUENCE | {"recompute": "products"}, ONE, {"clip_grad": 0}),
+    "smollm3-tp2": (2, "smollm3", TENSOR | {"recompute": "elementwise"}, ONE, {"clip_grad": 0}),
     "moe-tp2": (
         2,
         "moe",
@@ -107,6 +113,7 @@ CASES = {
     "cp2": (2, "dense", CONTEXT, ONE, {}),
     "moe-cp2-full": (2, "moe", CONTEXT | {"recompute": "full"}, [[[0, 1, 3], "filler", [2]]], {}),
     "tied-pp2": (2, "tied", PIPELINE, FOUR, {"clip_grad": 0}),
+    "smollm3-pp2": (2, "smollm3", PIPELINE, FOUR, {"clip_grad": 0}),
     "routed-pp2": (2, "routed", PIPELINE | {"recompute": "selective"}, FOUR, {"clip_grad": 0}),
     "tp2-pp2": (4, "tied", SEQUENCE | {"pipeline_parallel": 2}, FOUR, {"clip_grad": 0}),
     "routed-tp2-cp2-ep4": (  # the tokens of a filler are equal, so experts of two ranks at least get none

@@ -47,7 +47,7 @@ def rewritten(folder, target, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma3"}, "model_type 'gemma3'; supported: llama, mistral, qwen2, qwen3, qwen3_5"),
+        ({"model_type": "gemma3"}, "model_type 'gemma3'; supported: granite, llama, mistral, qwen2, qwen3, "),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e6}}, "rope_type 'linear'; supported"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "both rope_parameters and rope_scaling"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "no factor, low_freq_factor, high"),
@@ -60,11 +60,24 @@ def rewritten(folder, target, **changes):
         ({"num_key_value_heads": None}, "has no num_key_value_heads"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"model_type": "granite", "logits_scaling": 8.0}, "no embedding_multiplier, attention_mult"),
+        ({"model_type": "seed_oss", "attention_out_bias": True}, "attention_out_bias"),
     ],
 )
 def test_a_model_that_is_not_supported_is_named(models, tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
         ModelShape.read(rewritten(models["dense"], tmp_path / "m", **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [("seed", ["attention_bias"]), ("smollm3", ["tie_word_embeddings", "no_rope_layers", "layer_types"])],
+)
+def test_a_missing_key_means_what_transformers_reads(models, tmp_path, name, keys):
+    config = json.loads((models[name] / "config.json").read_text())
+    assert {key: config.pop(key) for key in keys}["tie_word_embeddings" if name == "smollm3" else keys[0]]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert ModelShape.read(tmp_path) == ModelShape.read(models[name])
 
 
 def test_published_and_newly_written_configs_mean_the_same(models, tmp_path):

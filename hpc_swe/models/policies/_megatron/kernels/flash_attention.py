@@ -73,11 +73,13 @@ def describe(facts: Facts) -> str:
     return f"kernels of {choose(facts)}{missing}"
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float | None
+) -> Tensor:
     """Return causal attention within each sequence, [tokens, heads, d].
 
     `query` is [tokens, heads, d], `key` and `value` [tokens, groups, d], `ends` int32 [sequences + 1] with a
-    0 before the ends of the sequences.
+    0 before the ends of the sequences. `scale` is of the scores, 1 / sqrt(d) if it is None.
     """
     output, _ = _function()(
         query,
@@ -87,6 +89,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int
         cu_seqlens_k=ends,
         max_seqlen_q=max(longest, LEAST),
         max_seqlen_k=max(longest, LEAST),
+        softmax_scale=scale,
         causal=True,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )

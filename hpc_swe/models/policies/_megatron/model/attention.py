@@ -28,9 +28,12 @@ class SequenceAttention(SelfAttention):  # type: ignore[misc]
         """Return what the output projection takes, [tokens, 1, heads * d], for normed hidden states."""
         norms = (self.q_layernorm, self.k_layernorm) if self.config.qk_layernorm else None
         groups = self.num_query_groups_per_partition
+        cosines, sines = packing.cosines, packing.sines
+        if self.layer_number - 1 in self.config.unrotated:
+            cosines, sines = torch.ones_like(cosines), torch.zeros_like(sines)
 
         def heads(mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return rotated_heads(mixed.squeeze(1), groups, norms, packing.cosines, packing.sines)
+            return rotated_heads(mixed.squeeze(1), groups, norms, cosines, sines)
 
         return self._attended(packing, cheap, *cheap(heads, costly(self._mixed, hidden)))
 
@@ -74,31 +77,34 @@ class Attention(MegatronModule):  # type: ignore[misc]
         self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: Packing, call: Call = keep
     ) -> Tensor:
         """Return [tokens, heads * d] for query [tokens, heads, d], and key and value [tokens, groups, d]."""
-        blocks, states = packed_seq_params.blocks, (query, key, value)
+        blocks, states, scale = packed_seq_params.blocks, (query, key, value), self.config.softmax_scale
         if packed_seq_params.kernels == "flash-attn-4":
             (block,) = blocks
-            return attend(*states, block.ends, block.longest).flatten(1)
+            return attend(*states, block.ends, block.longest, scale).flatten(1)
         parts: Iterable[tuple[Tensor, ...]] = [states]
         if len(blocks) > 1:  # backward of a split copies
             sizes = [block.tokens for block in blocks]
             parts = zip(*(each.split(sizes) for each in states), strict=True)
         kinds = [_attend_one if block.ends is None else _attend_varying for block in blocks]
-        outputs = [each(block, part, call) for each, block, part in zip(kinds, blocks, parts, strict=True)]
+        pairs = zip(kinds, blocks, parts, strict=True)
+        outputs = [each(block, part, call, scale) for each, block, part in pairs]
         joined: Tensor = call(_join, *outputs)
         return joined
 
 
-def _attend_one(block: Block, part: tuple[Tensor, ...], call: Call) -> Tensor:
+def _attend_one(block: Block, part: tuple[Tensor, ...], call: Call, scale: float | None) -> Tensor:
     """Let torch choose the kernel: on an H200 cuDNN's, the fastest one for a long sequence."""
     query, key, value = call(_round_up, *part) if _missing(part[0]) else part
     grouped = query.shape[1] != key.shape[1]
     query, key, value = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
-    output = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+    output = F.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
+    )
     output = output.squeeze(0).transpose(0, 1)
     return output if len(output) == block.tokens else output[: block.tokens]
 
 
-def _attend_varying(block: Block, part: tuple[Tensor, ...], call: Call) -> Tensor:
+def _attend_varying(block: Block, part: tuple[Tensor, ...], call: Call, scale: float | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # needs CUDA
 
     query, key, value = part
@@ -108,7 +114,7 @@ def _attend_varying(block: Block, part: tuple[Tensor, ...], call: Call) -> Tenso
     options = {"enable_gqa": grouped} if is_option else {}
     window = (-1, 0)  # all that came before, and nothing after
     output: Tensor = varlen_attn(
-        query, key, value, ends, ends, longest, longest, window_size=window, **options
+        query, key, value, ends, ends, longest, longest, scale=scale, window_size=window, **options
     )
     return output
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -22,6 +23,10 @@ class DecoderConfig(TransformerConfig):  # type: ignore[misc]
     """What backward computes again: nothing, "elementwise" results, or also those of "products"."""
     delta: DeltaNet | None = None
     """Sizes of the layers that have no attention."""
+    unrotated: frozenset[int] = frozenset()
+    """As in `ModelShape`."""
+    residual_factor: float = 1.0
+    """Factor of what attention and the MLP add to the hidden states."""
 
 
 class Layer(TransformerLayer):  # type: ignore[misc]
@@ -40,11 +45,15 @@ class Layer(TransformerLayer):  # type: ignore[misc]
             context = self.self_attention.context(normed, packed_seq_params, cheap, costly)
             hidden = costly(self._attended, hidden, context)
             hidden, normed = cheap(partial(residual_norm, self.pre_mlp_layernorm), hidden)
-            return hidden + self._mlp(normed, packed_seq_params.longest, cheap, costly), None
+            output = self._mlp(normed, packed_seq_params.longest, cheap, costly)
+            return self._sum(hidden, output), None
 
     def _attended(self, hidden: Tensor, context: Tensor) -> Tensor:
         output, _ = self.self_attention.linear_proj(context)
-        return hidden + output
+        return self._sum(hidden, output)
+
+    def _sum(self, hidden: Tensor, output: Tensor) -> Tensor:
+        return torch.add(hidden, output, alpha=self.config.residual_factor)
 
     def _mlp(self, normed: Tensor, longest: int, cheap: Call, costly: Call) -> Tensor:
         if self.is_moe_layer:

@@ -15,6 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
+from hpc_swe.models.families import Multipliers
 from hpc_swe.models.model_shape import ModelShape
 from hpc_swe.models.policies._megatron.kernels import compat, overlap
 from hpc_swe.models.policies._megatron.kernels.kernels import RMSNorm, ShiftedNorm
@@ -38,6 +39,13 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
     """Compute log-probabilities and entropies: forward(tokens, None, None, packed_seq_params=packing)."""
 
     chunk = 2048
+    multipliers = Multipliers()
+
+    def _preprocess(self, *args: object, **keys: object) -> tuple[Any, ...]:
+        hidden, *others = super()._preprocess(*args, **keys)
+        if self.pre_process and self.multipliers.embedding != 1:
+            hidden = hidden * self.multipliers.embedding
+        return hidden, *others
 
     def _postprocess(
         self, hidden_states: Tensor, packed_seq_params: Packing, **_: object
@@ -55,6 +63,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         weight = self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
         rows = hidden[:, 0].index_select(0, packed_seq_params.rows)
         sink = weight.main_grad if weight.is_cuda and hasattr(weight, "main_grad") else None
+        if self.multipliers.logits != 1:
+            rows = rows / self.multipliers.logits  # exact for a power of two
         found = linear_logprobs(rows, weight, packed_seq_params.targets, group, self.chunk, sink)
         return join_trained(found, packed_seq_params, self.pg_collection.cp)
 
@@ -77,7 +87,7 @@ def build_model(shape: ModelShape, settings: MegatronSettings) -> PolicyModel:
             share_embeddings_and_output_weights=shape.tied,
             position_embedding_type="none",
         )
-    model.chunk = settings.logprob_chunk
+    model.chunk, model.multipliers = settings.logprob_chunk, shape.multipliers
     compat.mark_shards(model)
     if shape.experts:
         routing.install(model)
@@ -101,6 +111,9 @@ def _transformer_config(shape: ModelShape, settings: MegatronSettings) -> Decode
         attention_output_gate=shape.delta is not None,
         delta=shape.delta,
         hetereogenous_dist_checkpoint=shape.delta is not None,
+        softmax_scale=shape.multipliers.attention,
+        residual_factor=shape.multipliers.residual,
+        unrotated=shape.unrotated,
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=F.silu,
