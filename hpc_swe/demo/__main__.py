@@ -206,7 +206,7 @@ def main() -> None:
     """Run the demo that the command line describes."""
     os.umask(0o077)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
-    what = "Run the whole loop: on this machine, and without arguments, in about 10 minutes."
+    what = "Run the whole loop: on this machine, and without arguments, in 10 to 20 minutes."
     parser = cli.parser("hpc_swe.demo", what, *EXAMPLES)
     add = parser.add_argument
     add("--seed", type=int, default=0, help="decides the weights at the start and the order of the tasks")

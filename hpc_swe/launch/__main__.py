@@ -60,7 +60,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     again = cli.verb(verbs, "replay", does, "runs/mine --out runs/again", "runs/mine --out runs/b steps=9")
     again.add_argument("run", type=cli.folder, help="folder of a run of mode grpo")
     again.add_argument(
-        "key", nargs="*", metavar="KEY=VALUE", help="overrides such as learner.loss.objective=gspo"
+        "key", nargs="*", metavar="KEY=VALUE", help="overrides such as learner.loss.objective=cispo"
     )
     again.add_argument("--out", type=cli.folder, required=True, help="folder of the new run")
     _add_waiting(again.add_argument)

@@ -112,8 +112,8 @@ def _require_images(config: RunConfig, tasks: Sequence[Task]) -> None:
     if missing:
         raise ConfigError(
             f"[sandbox] images = '{folder}': {len(missing)} of the tasks' {len(names)} images are not there, "
-            f"{missing[0]}.sif first; run containers/build_image.sh, or python -m hpc_swe.build_images "
-            "for tasks of SWE-bench"
+            f"{missing[0]}.sif first; run python -m hpc_swe.build_images for SWE-bench and published sets, "
+            "or containers/build_image.sh for python-pytest"
         )
 
 

@@ -51,14 +51,11 @@ def cost_tables(plan: RunPlan) -> list[RenderableType]:
     config, costs, cores = plan.config, plan.costs, len(os.sched_getaffinity(0))
     found: list[RenderableType] = [_jobs(plan), *estimate.crowded(config, plan.jobs, cores)]
     found += [_verdict(need) for need in costs.gpus]
-    if costs.learner:
-        found += _memory(costs.learner)
-    elif "learner" in plan.jobs:
-        found.append(f"learner: the memory of {type(config.policy).__name__} is not known here")
-    if costs.engine:
-        found += _memory(costs.engine)
-    elif "inference" in plan.jobs:
-        found.append(f"inference: the memory of {type(config.engine).__name__} is not known here")
+    for role, part, needed in (("learner", "policy", costs.learner), ("inference", "engine", costs.engine)):
+        if needed:
+            found += _memory(needed)
+        elif role in plan.jobs:
+            found.append(f"{role}: memory not known: no model can be read, or this {part} estimates none")
     if costs.host:
         least = Part("at least", "", sum(part.bytes for part in costs.host))
         found += _memory(MemoryEstimate(HOST, [*costs.host], least, []), BESIDE)

@@ -422,17 +422,15 @@ def test_a_hybrid_run_says_what_host_memory_its_halves_need(read):
     ],
 )
 def test_a_dry_run_compares_what_is_needed_with_what_a_gpu_has(tmp_path, read, gib, said):
-    words = [
-        "policy.device=gpu",
-        "policy.dtype=bfloat16",
-        "policy.recompute=full",
-        "policy.tensor_parallel=2",
-    ]
-    config = read(*words, f"executor.roles.learner.gpu_gib={gib}")
-    found = preview.cost_tables(RunPlan(RunDir(tmp_path / "run"), config))
-    assert [line for line in found if isinstance(line, str) and line.startswith("learner:")][0].startswith(
-        said
-    )
+    words = ["policy.device=gpu", "policy.dtype=bfloat16", "policy.recompute=full"]
+    words += ["policy.tensor_parallel=2", f"executor.roles.learner.gpu_gib={gib}"]
+    found = preview.cost_tables(RunPlan(RunDir(tmp_path / "run"), read(*words)))
+    assert next(each for each in found if str(each).startswith("learner:")).startswith(said)
+
+
+def test_a_dry_run_without_a_model_says_why_no_memory_is_known(tmp_path, read):
+    found = preview.cost_tables(RunPlan(RunDir(tmp_path / "run"), read(f"model={tmp_path}")))
+    assert "learner: memory not known: no model can be read, or this policy estimates none" in found
 
 
 @pytest.mark.parametrize(("gib", "level"), [(0, ""), (80, "full"), (141, "elementwise")])

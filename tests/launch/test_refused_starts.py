@@ -233,6 +233,7 @@ def test_tasks_without_an_image_are_named_before_any_job_finds_out(tmp_path, rea
     words = ['executor={type="slurm"}', f'sandbox={{type="apptainer", images="{images}"}}']
     (found,) = complaints(RunDir(tmp_path / "run"), read(*words))
     assert found.startswith(f"[sandbox] images = '{images}': 1 of the tasks' 1 images are not there, pyt")
+    assert found.index("build_images") < found.index("build_image.sh")
     (images / "python-pytest.sif").touch()
     assert complaints(RunDir(tmp_path / "run"), read(*words)) == []
 

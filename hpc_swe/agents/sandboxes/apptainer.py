@@ -111,8 +111,8 @@ class Apptainer(Plugin, ImageSandboxes, frozen=True, kw_only=True):
             _require_ours(file)
             return file
         raise ConfigError(
-            f"[sandbox] images: no {name}.sif in {self.images}: run containers/build_image.sh, "
-            "or python -m hpc_swe.build_images for tasks of SWE-bench"
+            f"[sandbox] images: no {name}.sif in {self.images}: run python -m hpc_swe.build_images "
+            "for SWE-bench and published sets, or containers/build_image.sh for python-pytest"
         )
 
     def _containers(self) -> WarmContainers:

@@ -126,7 +126,7 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
         if shape.delta and (keys := ", ".join(key for key, is_set in found.items() if is_set)):
             raise ConfigError(
                 f"[policy] {keys}: not supported for a model with gated delta nets (layer_types of its "
-                "config.json), which trains all weights, on CPUs, in tensor and data parallelism"
+                "config.json), which trains all weights, on CPUs, in tensor, sequence and data parallelism"
             )
 
     def _check_adapters(self, shape: ModelShape) -> None:
