@@ -6,6 +6,8 @@ from typing import Any
 
 GRANITE = ("granite", "granitemoehybrid")
 MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+WITH_FUSED_MLP = ("granitemoehybrid",)
+"""Types of models whose gate and up projections are one tensor; they have other names for it and its size."""
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "mistral": {"sliding_window": 4096},
     "seed_oss": {"attention_bias": True, "head_dim": 128},

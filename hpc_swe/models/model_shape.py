@@ -9,11 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from hpc_swe.base.errors import ConfigError
-from hpc_swe.models.families import DEFAULTS, GRANITE, MULTIPLIERS, Multipliers, unrotated_layers
+from hpc_swe.models.families import (
+    DEFAULTS,
+    GRANITE,
+    MULTIPLIERS,
+    WITH_FUSED_MLP,
+    Multipliers,
+    unrotated_layers,
+)
 from hpc_swe.models.rope import Rope
 
 KNOWN = (
     "granite",
+    "granitemoehybrid",
     "llama",
     "mistral",
     "qwen2",
@@ -146,6 +154,8 @@ class ModelShape:
     multipliers: Multipliers = Multipliers()
     unrotated: frozenset[int] = frozenset()
     """Layers, counted from 0, whose attention does not see positions."""
+    has_fused_mlp: bool = False
+    """Whether the gate and up projections are one tensor in files."""
 
     @classmethod
     def read(cls, folder: Path) -> "ModelShape":
@@ -168,7 +178,7 @@ class ModelShape:
             heads=config["num_attention_heads"],
             groups=config["num_key_value_heads"],
             head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-            ffn=config["moe_intermediate_size" if experts else "intermediate_size"],
+            ffn=config[_ffn_keys(config)[0]],
             vocab=config["vocab_size"],
             eps=config["rms_norm_eps"],
             rope=rope,
@@ -176,13 +186,14 @@ class ModelShape:
             qkv_bias=_has_qkv_bias(config),
             qk_norm=config["model_type"].startswith("qwen3"),
             experts=experts,
-            experts_per_token=int(config.get("num_experts_per_tok") or 0),
+            experts_per_token=int(config.get("num_experts_per_tok") or 0) if experts else 0,
             renormalize=bool(config.get("norm_topk_prob", False)),
             delta=_delta_net(config),
             prefix="model.language_model." if is_wrapped else "model.",
             is_wrapped=is_wrapped,
             multipliers=Multipliers.read(config),
             unrotated=unrotated_layers(config),
+            has_fused_mlp=config["model_type"] in WITH_FUSED_MLP,
         )
 
     @property
@@ -214,6 +225,9 @@ class ModelShape:
         """Return those that each layer has: norms and the MLP."""
         names = ("input_layernorm", "post_attention_layernorm")
         layer: dict[str, tuple[int, ...]] = {f"{name}.weight": (self.hidden,) for name in names}
+        if self.has_fused_mlp:
+            layer["shared_mlp.input_linear.weight"] = (2 * self.ffn, self.hidden)
+            return layer | {"shared_mlp.output_linear.weight": (self.hidden, self.ffn)}
         mlp = {name: (self.ffn, self.hidden) for name in ("gate", "up")} | {"down": (self.hidden, self.ffn)}
         if self.experts:
             layer["mlp.gate.weight"] = (self.experts, self.hidden)
@@ -321,11 +335,21 @@ def _experts(config: dict[str, Any]) -> int:
     return int(config.get("num_experts") or config.get("num_local_experts") or 0)
 
 
+def _ffn_keys(config: dict[str, Any]) -> tuple[str, ...]:
+    """Return the keys of MLPs, that of their inner width first."""
+    if config["model_type"] in WITH_FUSED_MLP:
+        return ("shared_intermediate_size", "num_local_experts", "layer_types")
+    return OF_EXPERTS if _experts(config) else ("intermediate_size",)
+
+
 def _refuse_unknown(path: Path, config: dict[str, Any]) -> None:
     kind = config.get("model_type")
     if kind not in KNOWN:
-        raise ConfigError(f"model: {path} has model_type {kind!r}; supported: {', '.join(KNOWN)}")
-    needed = [*NEEDED, *(OF_EXPERTS if _experts(config) else ("intermediate_size",))]
+        raise ConfigError(
+            f"model: {path} has model_type {kind!r}; supported: {', '.join(KNOWN)}; an evaluation may take "
+            "others, and docs/your_model.md says how to add a family"
+        )
+    needed = [*NEEDED, *_ffn_keys(config)]
     needed += ["head_dim"] if kind == "qwen3" else []  # transformers would take 128, whatever the tensors are
     needed += OF_DELTA_NETS if has_delta_nets(config) else ()
     needed += MULTIPLIERS if kind in GRANITE else ()
@@ -342,6 +366,8 @@ def _refuse_unknown(path: Path, config: dict[str, Any]) -> None:
         "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
         "hidden_act": config.get("hidden_act", "silu") != "silu",
         "quantization_config": bool(config.get("quantization_config")),
+        "num_local_experts": kind in WITH_FUSED_MLP and _experts(config) > 0,
+        "position_embedding_type": kind in WITH_FUSED_MLP and config.get("position_embedding_type") != "rope",
     }
     if has_delta_nets(config):
         unsupported |= {
@@ -357,6 +383,6 @@ def _refuse_unknown(path: Path, config: dict[str, Any]) -> None:
 def _has_known_layers(config: dict[str, Any]) -> bool:
     kinds = config.get("layer_types") or ()
     if not has_delta_nets(config):
-        return {"full_attention"}.issuperset(kinds)
+        return {"full_attention", "attention"}.issuperset(kinds)
     are_known = {"full_attention", "linear_attention"}.issuperset(kinds)
     return are_known and len(kinds) == config["num_hidden_layers"]

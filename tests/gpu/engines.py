@@ -1,7 +1,8 @@
 """Compare what vLLM samples with the learner and with transformers, before and after swaps of the weights.
 
     python -m tests.gpu.engines [dense] [qwen2] [llama] [mistral] [experts] [lora]
-                                [delta-net] [qwen2-2] [experts-2] [lora-2]
+                                [granite] [granite4] [seed] [smollm3] [delta-net]
+                                [qwen2-2] [experts-2] [lora-2]
 
 starts one engine for each case; a case that ends in -2 has an engine of two workers. The learner exports, the
 engine serves and samples, the learner trains on the samples, and the engine loads the new weights: first as a
@@ -52,6 +53,7 @@ GPU = Vllm(
     environ={"VLLM_USE_FLASHINFER_SAMPLER": "0"},
 )
 ALONE, PAIRS = ("dense", "qwen2", "llama", "mistral", "experts", "lora"), ("qwen2-2", "experts-2", "lora-2")
+ALONE += ("granite", "granite4", "seed", "smollm3")
 CASES = dict.fromkeys(ALONE, 1) | dict.fromkeys(PAIRS, 2) | ({} if CUDA else {"delta-net": 1})
 """Name of a case -> number of its engine's workers."""
 SMALL = TINY | {"hidden_size": 128, "tie_word_embeddings": False}
@@ -91,6 +93,10 @@ SHAPES = {
     "qwen2": ("Qwen2", QWEN2 if CUDA else SMALL),
     "llama": ("Llama", (LLAMA if CUDA else SMALL) | LLAMA3),
     "mistral": ("Mistral", (NEMO if CUDA else SMALL | {"head_dim": 64}) | YARN | {"sliding_window": None}),
+    "granite": ("Granite", SMALL | tiny.MULTIPLIERS),
+    "granite4": ("GraniteMoeHybrid", SMALL | tiny.MULTIPLIERS | tiny.GRANITE4 | {"num_hidden_layers": 4}),
+    "seed": ("SeedOss", SMALL | tiny.UNDISTURBED | {"head_dim": 32}),
+    "smollm3": ("SmolLM3", SMALL | {"num_hidden_layers": 4}),
     "lora": ("Qwen2", QWEN2 if CUDA else SMALL),
     "delta-net": ("Qwen3_5", SMALL | tiny.HYBRID | WIDE | {"num_hidden_layers": 4}),
     "experts": ("Qwen3Moe", MANY if CUDA else SMALL | FEW | {"head_dim": 32}),

@@ -47,7 +47,15 @@ HYBRID = {  # three layers of delta nets, and one of attention
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
 }
 NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-FACTORS = {
+GRANITE4 = {
+    "shared_intermediate_size": 96,
+    "num_local_experts": 0,
+    "position_embedding_type": "rope",
+    "layer_types": ["full_attention"] * 4,
+    "mamba_n_heads": 16,
+}
+UNDISTURBED = {"attention_dropout": 0.0, "residual_dropout": 0.0}
+MULTIPLIERS = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.2,
     "residual_multiplier": 0.6,
@@ -75,8 +83,9 @@ def make_models(folder: Path) -> dict[str, Path]:
         "mistral": ("Mistral", {"head_dim": 16, "sliding_window": None, "rope_parameters": YARN}),
         "hybrid": ("Qwen3_5", HYBRID | {"tie_word_embeddings": False}),
         "tied-hybrid": ("Qwen3_5", HYBRID | {"tie_word_embeddings": True}),
-        "seed": ("SeedOss", {**NO_TOKENS, "head_dim": 16, "attention_dropout": 0.0, "residual_dropout": 0.0}),
-        "granite": ("Granite", FACTORS | {"tie_word_embeddings": True}),
+        "seed": ("SeedOss", NO_TOKENS | UNDISTURBED | {"head_dim": 16}),
+        "granite": ("Granite", MULTIPLIERS | {"tie_word_embeddings": True}),
+        "granite4": ("GraniteMoeHybrid", MULTIPLIERS | GRANITE4),
         "smollm3": ("SmolLM3", NO_TOKENS),
         "moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 8, "tie_word_embeddings": False}),
         "routed": ("Qwen3Moe", {**EXPERTS, "head_dim": 8, "tie_word_embeddings": False}),

@@ -47,7 +47,7 @@ def rewritten(folder, target, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma3"}, "model_type 'gemma3'; supported: granite, llama, mistral, qwen2, qwen3, "),
+        ({"model_type": "gemma3"}, "model_type 'gemma3'; supported: granite, granitemoehybrid, llama, "),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e6}}, "rope_type 'linear'; supported"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "both rope_parameters and rope_scaling"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "no factor, low_freq_factor, high"),
@@ -61,6 +61,7 @@ def rewritten(folder, target, **changes):
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"model_type": "granite", "logits_scaling": 8.0}, "no embedding_multiplier, attention_mult"),
+        ({"model_type": "granitemoehybrid"}, "no shared_intermediate_size, num_local_experts, embedding_mul"),
         ({"model_type": "seed_oss", "attention_out_bias": True}, "attention_out_bias"),
     ],
 )
@@ -98,6 +99,11 @@ def test_published_and_newly_written_configs_mean_the_same(models, tmp_path):
         ("dense", {"pipeline_parallel": 3}, "pipeline_parallel = 3 does not divide the model's layers, 4"),
         ("moe", {"expert_parallel": 3}, "expert_parallel = 3 does not divide the model's experts, 8"),
         ("moe", {"lora_rank": 8}, "lora_rank = 8 needs a model without experts"),
+        (
+            "granite4",
+            {"lora_rank": 8},
+            'lora_rank = 8 needs lora_layers = "attention" for a model whose gate',
+        ),
         ("dense", {"expert_parallel": 2}, "expert_parallel = 2, but the model has no experts"),
         (
             "moe",

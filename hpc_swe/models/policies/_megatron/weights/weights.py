@@ -139,13 +139,19 @@ def _layer_layout(prefix: str, name: str, shape: ModelShape) -> Layout:
         "mlp.linear_fc2.weight": ("mlp.down_proj.weight", 1),
         "mlp.router.weight": ("mlp.gate.weight", None),
     }
+    if shape.has_fused_mlp:
+        simple["mlp.linear_fc2.weight"] = ("shared_mlp.output_linear.weight", 1)
     if name in simple:
         source, dim = simple[name]
         return Layout([prefix + source], dim)
     if name.startswith("self_attention.linear_qkv."):
         return _qkv(prefix, name.rpartition(".")[2], shape)
+    view = (2, -1, shape.hidden)
+    if shape.has_fused_mlp:
+        source = f"{prefix}shared_mlp.input_linear.weight"
+        return Layout([source], 1, view, lambda one: one[0].view(view), lambda whole: [whole.flatten(0, 1)])
     sources = [f"{prefix}mlp.{kind}_proj.weight" for kind in ("gate", "up")]
-    return Layout(sources, 1, (2, -1, shape.hidden), torch.stack, torch.unbind)
+    return Layout(sources, 1, view, torch.stack, torch.unbind)
 
 
 def _qkv(prefix: str, kind: str, shape: ModelShape) -> Layout:
