@@ -60,7 +60,7 @@ def test_a_launcher_job_submits_jobs_that_take_nothing_for_their_own(healthy_clu
     for watchdog in both:
         lines = Path(f"/proc/{watchdog.pid}/environ").read_bytes().decode().split("\0")
         found = dict(line.split("=", 1) for line in lines if "=" in line)
-        assert found["SLURM_JOB_NAME"].endswith(":reward")
+        assert found["SLURM_JOB_NAME"].startswith("reward:")
         assert found["SLURM_NTASKS_PER_NODE"] == "1"
         assert [name for name in found if "GPU" in name or name == "CUDA_VISIBLE_DEVICES"] == []
         assert found.get("SLURM_NTASKS", "1") == "1"
