@@ -87,8 +87,8 @@ npm() {
 
 # FOLDER PACKAGE: what a package holds, alone.
 unpack() {
-    mkdir "$1" "$work/packed" && npm pack --pack-destination "$work/packed" "$2" &&
-        tar -xzf "$work"/packed/*.tgz --strip-components=1 --directory "$1" && rm -r "$work/packed"
+    rm -rf "$1" "$work/packed" && mkdir "$1" "$work/packed" && npm pack --pack-destination "$work/packed" "$2" &&
+        tar -xzf "$work"/packed/*.tgz --strip-components=1 --directory "$1"
 }
 
 # FOLDER PACKAGE: a package with what it needs, and Node. Small images lack the libraries of C++.

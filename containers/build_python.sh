@@ -6,11 +6,13 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 umask 022
 
-kit=${1:-.cache/host-python}
+kit=$(realpath -ms -- "${1:-.cache/host-python}")
 python=${PYTHON:-python3.11}
 
 main() {
-    local version stdlib dynamic loader work
+    local version stdlib dynamic loader
+    [ -z "$(ls -A "$kit" 2>/dev/null)" ] || grep -qsF 'exec "$kit/lib/ld-linux' "$kit/bin/python3" ||
+        fail "$kit holds something else than a Python of this script; name a new or empty folder"
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || fail "PYTHON=$python must be Python 3.10 or newer"
     version=$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
     stdlib=$("$python" -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')

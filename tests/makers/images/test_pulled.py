@@ -238,7 +238,7 @@ def test_an_image_without_python_works_by_the_kit_that_a_command_makes(tmp_path)
     if shutil.which("apptainer") is None:
         pytest.skip("Apptainer is missing: make setup")
     kit, python = tmp_path / "kit", "/opt/host-python/bin/python3"
-    done = run([str(ROOT / "containers/build_python.sh"), str(kit)])
+    done = run([str(ROOT / "containers/build_python.sh"), f"{kit}/"])
     assert done.returncode == 0, done.stdout + done.stderr
     bare = bare_image(tmp_path / "images/bare")
     toy = msgspec.structs.replace(task(tmp_path, "unittest", "0" * 40), image="bare", base_commit="")
