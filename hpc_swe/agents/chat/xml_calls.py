@@ -216,12 +216,10 @@ def typed(value: str, kinds: Collection[str]) -> object:
     if "string" in kinds and not (word[:1] in ("{", "[") and NESTED.intersection(kinds)):
         return value
     with suppress(ValueError, RecursionError):
-        return json.loads(word, parse_constant=_refuse)
+        found = json.loads(word)
+        json.dumps(found, allow_nan=False)  # refuses NaN and infinity, as which 1e999 is read
+        return found
     return value
-
-
-def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is not JSON")
 
 
 def _kinds(tools: str) -> dict[str, Kinds]:

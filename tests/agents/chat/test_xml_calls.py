@@ -139,9 +139,10 @@ def test_text_stays_text(builder, value):
     assert calls(read(builder, text, tools="")) == [("view", {"path": value})]
 
 
-def test_what_is_not_json_is_text_and_no_wrong_number(builder):
-    text = "<tool_call><function=view><parameter=share>NaN</parameter></function></tool_call>"
-    assert calls(read(builder, text)) == [("view", {"share": "NaN"})]
+@pytest.mark.parametrize(("key", "value"), [("share", "NaN"), ("share", "-1e999"), ("span", "[1, 1e999]")])
+def test_what_is_not_json_is_text_and_no_wrong_number(builder, key, value):
+    text = f"<tool_call><function=view><parameter={key}>{value}</parameter></function></tool_call>"
+    assert calls(read(builder, text)) == [("view", {key: value})]
 
 
 BODY = "<function=run>\n</function>"

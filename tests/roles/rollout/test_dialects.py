@@ -5,6 +5,7 @@ import json
 import random
 import socket
 import threading
+import tracemalloc
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
@@ -12,12 +13,14 @@ from pathlib import Path
 from types import MappingProxyType
 
 import httpx
+import msgspec
 import pytest
 
 from hpc_swe.agents.chat import TokenBuilder
 from hpc_swe.agents.loops.base import ChatAddress
 from hpc_swe.base.records import ExitStatus
 from hpc_swe.base.rundir import RunDir
+from hpc_swe.roles.rollout.dialects.anthropic_messages import AnthropicMessages
 from tests.kit.recording import Stage, exact, stage
 from tests.kit.waiting import DEADLINE_S, until
 
@@ -232,6 +235,21 @@ def test_late_words_of_the_system_are_the_users(on: Stage, address: ChatAddress,
     system = "Repair." if dialect == "messages" else "Repair.\n\nBe brief."
     messages = [(message.role, message.content) for message in on.recorder.messages[:2]]
     assert messages == [("system", system), ("user", f"It fails.\n\n{LATE}")]
+
+
+def test_a_message_of_many_texts_takes_little_memory() -> None:
+    result = {"type": "tool_result", "content": "1: x"}
+    content = [*[{}] * 996, {"text": "a"}, {"text": "b"}, result, {"text": "c"}]
+    body = {"messages": [{"role": "user", "content": content}] * 50}
+    request = msgspec.convert(body, AnthropicMessages)
+    tracemalloc.start()
+    try:
+        asked = request.conversation({})
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+    found = [(message.role, message.content) for message in asked.messages[:3]]
+    assert found == [("user", "a\n\nb"), ("tool", "1: x"), ("user", "c\n\na\n\nb")]
 
 
 @dialects

@@ -4,6 +4,7 @@ A reply has one block of text and one for each call; a thought stays in the text
 """
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Annotated, Literal
 
 import msgspec
@@ -65,7 +66,7 @@ class AnthropicMessages(Struct):
 
 
 def _read(message: _Message, sampled: base.Sampled) -> list[Message]:
-    """Return the messages that a message holds: one for each result of a tool, and one for each text."""
+    """Return the messages that a message holds: one for each result of a tool, and one for texts between."""
     blocks = [_Block(text=message.content)] if isinstance(message.content, str) else message.content
     if message.role == "assistant":
         calls = [
@@ -74,12 +75,14 @@ def _read(message: _Message, sampled: base.Sampled) -> list[Message]:
             if block.type == "tool_use"
         ]
         return [Message(role="assistant", content="".join(block.text for block in blocks), tool_calls=calls)]
-    return [
-        Message(role="tool", content=base.text_of(block.content))
-        if block.type == "tool_result"
-        else Message(role=message.role, content=block.text)
-        for block in blocks
-    ]
+    messages: list[Message] = []
+    for is_result, group in groupby(blocks, key=lambda block: block.type == "tool_result"):
+        if is_result:
+            messages += [Message(role="tool", content=base.text_of(block.content)) for block in group]
+        else:
+            text = "\n\n".join(block.text for block in group if block.text)
+            messages.append(Message(role=message.role, content=text))
+    return messages
 
 
 def _head(exchange: Exchange) -> dict[str, object]:
