@@ -5,7 +5,7 @@ Episodes of one task are not independent, so the bootstrap resamples tasks, or g
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import comb
+from math import comb, sqrt
 from statistics import NormalDist
 
 import numpy as np
@@ -21,7 +21,7 @@ Outcomes = Mapping[str, Sequence[float]]  # task id -> one number per episode, 1
 
 @dataclass(frozen=True)
 class Estimate:
-    """Hold a mean over tasks with its 95 % percentile bootstrap interval."""
+    """Hold a mean over tasks with its 95 % interval."""
 
     mean: float
     low: float
@@ -43,6 +43,16 @@ def outcomes(attempts: Iterable[Attempt], sampling: str) -> dict[str, list[float
 def solve_rate(outcomes: Outcomes) -> Estimate:
     """Return the mean over tasks of each task's mean. Source: Efron and Tibshirani 1993, chapter 13."""
     return _bootstrap(np.array([np.mean(outcomes[task]) for task in sorted(outcomes)]))
+
+
+def share(hits: int, total: int) -> Estimate:
+    """Return hits / total with Wilson's interval, which has a width at 0 and 1, too; a bootstrap's has none.
+
+    Source: Wilson 1927, "Probable inference, the law of succession, and statistical inference".
+    """
+    mean, weight = hits / total, NormalDist().inv_cdf(1 - LEVEL / 2) ** 2 / total
+    middle, half = mean + weight / 2, sqrt(weight * mean * (1 - mean) + weight**2 / 4)
+    return Estimate(mean, (middle - half) / (1 + weight), (middle + half) / (1 + weight))
 
 
 def pass_rate(outcomes: Outcomes, k: int) -> Estimate:

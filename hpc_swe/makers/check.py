@@ -301,7 +301,7 @@ def projected(
     checks: Sequence[TaskCheck], tasks: Sequence[Task], jobs: int, images: Path | None
 ) -> Iterator[str]:
     """Yield what the checks of a sample say about all tasks: the share to use, the faults, and the cost."""
-    share = intervals.solve_rate({one.task_id: [float(one.verdict in TAKEN)] for one in checks})
+    share = intervals.share(sum(one.verdict in TAKEN for one in checks), len(checks))
     kinds = Counter(one.verdict for one in checks if one.verdict not in TAKEN)
     faults = ", ".join(f"{count / len(checks):.0%} {kind}" for kind, count in kinds.most_common())
     yield (

@@ -319,8 +319,10 @@ def test_a_sample_is_the_same_for_all_and_says_what_the_whole_costs(tmp_path):
     ]
     share, time_s, size = projected(checks, found, 2, tmp_path)
     assert share.startswith(
-        "sample: 75% of 4 tasks can be used, so 25% to 100% of all 40; not used: 25% gold_fails"
+        "sample: 75% of 4 tasks can be used, so 30% to 95% of all 40; not used: 25% gold_fails"
     )
+    whole = next(projected(checks[:2], found, 2, None))
+    assert whole.startswith("sample: 100% of 2 tasks can be used, so 34% to 100% of all 40"), "two are few"
     assert time_s == "to check all 40 with --jobs 2 takes about 30 min"
     assert size == "all 1 images take about 0.0 GB, by the 1 that are there"
 

@@ -158,8 +158,10 @@ class ResultCollector:
             self._leftovers[address] = scored
             return
         request, member = scored.episode.request, self.ledger.member(address.identity)
-        if request.name != address.identity or (member and member.request.task_id != request.task_id):
-            log.error("dropped %s: a result of %s, %s", address.identity, request.name, request.task_id)
+        wanted = member.request if member else request
+        found = request.name, request.task_id, request.sampling
+        if found != (address.identity, wanted.task_id, wanted.sampling):
+            log.error("dropped %s: a result of %s, %s, %s", address.identity, *found)
             self._drop(address)
             return
         cause = failure_cause(scored, self.ledger.routing_bytes)

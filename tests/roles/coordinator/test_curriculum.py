@@ -156,7 +156,8 @@ def test_a_coordinator_restarted_at_every_round_publishes_the_same_mixture(tmp_p
     assert history.visits > last.after.next_group, "some visits were passed over"
 
 
-def test_a_result_for_another_task_than_planned_is_not_taken(run):
+@pytest.mark.parametrize("change", [{"task_id": "another"}, {"sampling": Sampling(temperature=0.5)}])
+def test_a_result_of_another_request_than_planned_is_not_taken(run, change):
     mode = training(run)
     mode.iterate(make_maintenance(run).snapshot())
     (name, *_), scored = (
@@ -165,7 +166,7 @@ def test_a_result_for_another_task_than_planned_is_not_taken(run):
     )
     (address,) = scored.addresses("ready")
     right = scored.read(address)
-    wrong = result(replace(right.episode.request, task_id="another"), reward(name))
+    wrong = result(replace(right.episode.request, **change), reward(name))
     scored.overwrite(name, wrong)
     mode.iterate(make_maintenance(run).snapshot())
     assert mode._ledger.member(name).state == "open"
