@@ -32,7 +32,7 @@ class CorruptRecord(ProtocolError):
 
 
 class StaleRun(ProtocolError):
-    """The run was written under another protocol version."""
+    """The run was written under another protocol version, or with keys that are gone."""
 
 
 class LostRace(ProtocolError):

@@ -152,6 +152,12 @@ def changed_by_hand(made: Mapping[str, Any], tree: Mapping[str, Any]) -> list[st
     return [f"{key}: {before[key]!r} -> {after.get(key)!r}" for key in changed if key != "model"]
 
 
+def removed_keys(tree: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a merged tree that 0.2 has removed; a class of one's own may have them."""
+    found = [key for key in REMOVED if at(tree, key.split(".")) is not None]
+    return [key for key in found if ":" not in str(at(tree, (key.partition(".")[0], "type")))]
+
+
 def may_change(key: str) -> bool:
     """Return whether a key may change in an existing run."""
     return any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE)
@@ -270,12 +276,12 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 def _faults(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield each wrong key with what is wrong, table by table."""
     tree = copy.deepcopy(tree)
-    for key, instead in REMOVED.items():
+    for key in removed_keys(tree):
+        yield key, f"{key} was removed in 0.2: {REMOVED[key]}; leave the key out"
         path = key.split(".")
-        is_own_class = ":" in str(at(tree, (path[0], "type")))
-        if at(tree, path) is not None and not is_own_class:
-            yield key, f"{key} was removed in 0.2: {instead}; leave the key out"
-            _remove(tree, path)
+        _remove(tree, path)
+        if not tree[path[0]]:  # as [coordinator], which has lost all of its keys
+            del tree[path[0]]
     known = {field.name: field for field in msgspec.structs.fields(RunConfig)}
     for name in tree.keys() - known.keys():
         hint = _elsewhere(name) or suggestion(name, known)

@@ -29,17 +29,21 @@ def load(run: RunDir, *, trains: bool = False, reads: bool = False) -> RunConfig
     `trains` makes files for the run from now on, with the run's umask.
     If somebody changed by hand what decides its training, warn; raise ConfigError where it `trains`.
     Raise ConfigError also if the folder holds no run, or another user's; CorruptRecord if its configuration
-    cannot be read; and StaleRun if it was made under another protocol version.
+    cannot be read; and StaleRun if it was made under another protocol version, or by an older release with
+    keys that this one lacks.
     """
     owner, manifest, tree = _read_run(run)
     if owner != os.getuid() and not reads:
         raise ConfigError(f"{run.root}: belongs to user {owner}; a run is acted on by its owner only")
     if owner == os.getuid():
         require_private(run.root, is_shared=tree.get("share") == "group")
+    stale = "made by an older release" if configuration.removed_keys(tree) else ""
     if manifest.protocol != PROTOCOL:
+        stale = f"protocol {manifest.protocol}, this code reads {PROTOCOL}"
+    if stale:
         raise StaleRun(
-            f"{run.root}: protocol {manifest.protocol}, this code reads {PROTOCOL}; call the command in "
-            f"{run.code}, which holds the run's own code (commit {manifest.commit})"
+            f"{run.root}: {stale}; call the command in {run.code}, which holds the run's own code (commit "
+            f"{manifest.commit}), for example: cd {run.code} && python -m hpc_swe.status {run.root}"
         )
     made = _read(run.made, dict[str, Any]) if run.made.exists() else {}
     if changed := configuration.changed_by_hand(made, tree):

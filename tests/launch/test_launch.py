@@ -311,6 +311,18 @@ def test_run_of_another_protocol_names_the_commit_that_reads_it(tmp_path, read):
         existing.load(run)
 
 
+def test_a_run_of_an_older_release_is_sent_to_its_own_code_in_one_line(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read())
+    for path in (run.config, run.made):
+        tree = json.loads(path.read_text())
+        path.write_text(json.dumps({**tree, "coordinator": {"poll_s": 1.0, "wait_s": 2.0}}))
+    for opened in ({"reads": True}, {"trains": True}):
+        with pytest.raises(StaleRun, match=r"made by an older release; .*commit \w+.*: cd .*status") as raised:
+            existing.load(run, **opened)
+        assert "\n" not in str(raised.value)
+
+
 def test_a_run_can_be_started_on_a_machine_without_git(tmp_path, read, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     run = RunDir(tmp_path / "run")
