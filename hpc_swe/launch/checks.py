@@ -258,7 +258,8 @@ def _machine(plan: RunPlan) -> Iterator[str]:
 
 def _tracker(package: str) -> Iterator[str]:
     """Check that the package is there that curves are sent to; jobs run with this interpreter."""
-    if package and importlib.util.find_spec(package) is None:
+    found = importlib.util.find_spec(package) if package else None
+    if package and not (found and found.origin):  # a folder of that name without code has no origin
         yield (
             f"tracker = {package!r}: {sys.executable} has no such package; pip install "
             f"{package}, or leave the key out"

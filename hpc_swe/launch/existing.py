@@ -37,14 +37,7 @@ def load(run: RunDir, *, trains: bool = False, reads: bool = False) -> RunConfig
         raise ConfigError(f"{run.root}: belongs to user {owner}; a run is acted on by its owner only")
     if owner == os.getuid():
         require_private(run.root, is_shared=tree.get("share") == "group")
-    stale = "made by an older release" if configuration.removed_keys(tree) else ""
-    if manifest.protocol != PROTOCOL:
-        stale = f"protocol {manifest.protocol}, this code reads {PROTOCOL}"
-    if stale:
-        raise StaleRun(
-            f"{run.root}: {stale}; call the command in {run.code}, which holds the run's own code (commit "
-            f"{manifest.commit}), for example: cd {run.code} && python -m hpc_swe.status {run.root}"
-        )
+    _refuse_stale(run, manifest, tree)
     made = _read(run.made, dict[str, Any]) if run.made.exists() else {}
     if changed := configuration.changed_by_hand(made, tree):
         problem = (
@@ -79,6 +72,17 @@ def _read_run(run: RunDir) -> tuple[int, RunManifest, dict[str, Any]]:
             f"{run.root}: closed to you; its owner may let a group read it: `launch start --run {run.root} "
             "share=group`"
         ) from None
+
+
+def _refuse_stale(run: RunDir, manifest: RunManifest, tree: dict[str, Any]) -> None:
+    stale = "made by an older release" if configuration.removed_keys(tree) else ""
+    if manifest.protocol != PROTOCOL:
+        stale = f"protocol {manifest.protocol}, this code reads {PROTOCOL}"
+    if stale:
+        raise StaleRun(
+            f"{run.root}: {stale}; call the command in {run.code}, which holds the run's own code (commit "
+            f"{manifest.commit}), for example: cd {run.code} && python -m hpc_swe.status {run.root}"
+        )
 
 
 def _read(path: Path, kind: type[T]) -> T:

@@ -56,11 +56,31 @@ def test_each_line_is_sent_once_and_a_restart_sends_all_again(tmp_path, monkeypa
     assert (run.root / "tracked" / package).is_dir()
 
 
+@pytest.mark.parametrize("call", ["init", "log"])
+def test_a_tracker_that_fails_costs_one_warning_and_no_training(tmp_path, monkeypatch, caplog, call):
+    fails = f"{call} = lambda *words, **named: 1 / 0\n"
+    (tmp_path / "trackio.py").write_text(f"init = log = lambda *words, **named: None\n{fails}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "trackio", raising=False)
+    for variable in (*FOLDERS.values(), "WANDB_MODE", "WANDB_CONSOLE"):
+        monkeypatch.setenv(variable, "")
+    run = RunDir(tmp_path / "run")
+    run.make()
+    tracking = Tracking(run, "trackio", "run-abc", {})
+    for step in range(3):
+        Log(run.metric_log("learner-1")).write(step, {"policy/loss": 2.0})
+        tracking.update()
+    monkeypatch.delitem(sys.modules, "trackio")
+    assert caplog.messages == ["tracking ended by trackio: ZeroDivisionError: division by zero"]
+
+
 def test_a_tracker_that_is_not_installed_is_refused_by_the_start(tmp_path):
+    (tmp_path / "wandb").mkdir()  # what W&B keeps is no package
+    variables = environment() | {"PYTHONPATH": str(tmp_path)}
     line = [sys.executable, "-m", "hpc_swe.launch", "start", "configs/demo.toml", f"model={tmp_path}"]
     words = ["tracker=wandb", "--run", str(tmp_path / "run"), "--dry-run"]
     done = subprocess.run(
-        [*line, *words], capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=DEADLINE_S
+        [*line, *words], capture_output=True, text=True, cwd=ROOT, env=variables, timeout=DEADLINE_S
     )
     assert done.returncode == 2
     assert "has no such package; pip install wandb, or leave the key out" in done.stderr

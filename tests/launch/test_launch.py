@@ -318,7 +318,9 @@ def test_a_run_of_an_older_release_is_sent_to_its_own_code_in_one_line(tmp_path,
         tree = json.loads(path.read_text())
         path.write_text(json.dumps({**tree, "coordinator": {"poll_s": 1.0, "wait_s": 2.0}}))
     for opened in ({"reads": True}, {"trains": True}):
-        with pytest.raises(StaleRun, match=r"made by an older release; .*commit \w+.*: cd .*status") as raised:
+        with pytest.raises(
+            StaleRun, match=r"made by an older release; .*commit \w+.*: cd .*status"
+        ) as raised:
             existing.load(run, **opened)
         assert "\n" not in str(raised.value)
 
