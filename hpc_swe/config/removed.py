@@ -26,7 +26,7 @@ REMOVED = {
     "learner.batch_wait_s": "it follows supervision.stuck_s",
     "learner.loss.dual_clip": "it is 3, as in the paper on dual-clip PPO",
     "learner.optimizer.beta1": "it is 0.9",
-    "learner.optimizer.decay": 'for "linear" write decay_share = 0.3; for "constant" leave decay_share out, too',
+    "learner.optimizer.decay": 'for "linear" write decay_share = 0.3, and for "constant" no decay_share',
     "learner.optimizer.eps": "it is 1e-8",
     "learner.max_skipped": "after three batches in a row without a finite gradient the learner ends",
     "learner.poll_s": "write poll_s above all tables",
