@@ -13,7 +13,7 @@ from hpc_swe.base import tables
 from hpc_swe.base.errors import ConfigError, CorruptRecord
 from hpc_swe.base.records import WeightManifest, WeightVersion
 from hpc_swe.base.rundir import SPOOLS, RunDir
-from hpc_swe.base.store import folders, weights
+from hpc_swe.base.store import atomic, folders, sharing, weights
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.launch import control
 from hpc_swe.roles.coordinator import selection
@@ -23,13 +23,14 @@ def choose(run: RunDir, config: RunConfig, wanted: str) -> WeightVersion:
     """Return the version that a word names: best, newest, or its folder's name.
 
     An empty word names the best one, or the newest where no evaluation says which is best.
-    Raise ConfigError if there is no such version, or if it is a delta, which no other program opens.
+    Raise ConfigError if there is no such version, if the best one was deleted, or if the version is a delta,
+    which no other program opens.
     """
     by_name = {version.name: version for version in weights.published(run)}
     if wanted in ("", "best"):
         best = selection.best(run, config.eval) if config.mode == "grpo" else None
         of_best = [version.name for version in by_name.values() if best and version.step == best.step]
-        if wanted and not of_best:
+        if not of_best and (best or wanted):
             why = f"the weights of step {best.step} are gone" if best else "the run has no evaluation"
             raise ConfigError(f"{run.evals}: {why}; name another version, for example --version newest")
         wanted = of_best[-1] if of_best else "newest"
@@ -140,13 +141,19 @@ def overview(found: Sequence[Leftover]) -> Table:
 def delete(run: RunDir, config: RunConfig, chosen: Sequence[Leftover]) -> None:
     """Delete parts of a run; without its state the run counts as finished.
 
-    Raise ConfigError if jobs of the run are left, which may need them.
+    Raise ConfigError if processes of the run are left, which may need them.
     """
     if jobs := control.alive(run, config):
         raise ConfigError(f"{run.root}: {len(jobs)} of its jobs are left; `launch stop` it first")
+    if cells := [name for name in atomic.names(run.nodes) if name.startswith(tuple(config.by_hand))]:
+        raise ConfigError(
+            f"{run.nodes}: processes that were started by hand may run: {', '.join(cells[:8])}; end them, "
+            "and delete what the killed ones have left there"
+        )
     for part in chosen:
         if part.name == "state":
             run.finished.touch()
         for folder in part.folders:
             folders.remove(folder)
     run.make_folders()
+    sharing.share(run, sharing.is_shared(run))

@@ -101,6 +101,12 @@ def test_the_line_that_serves_a_version_has_the_models_own_form_of_calls(run):
     assert words[words.index("--served-model-name") + 1] == "run-v000020-i01"
 
 
+def test_no_other_version_is_given_away_for_the_best_one_that_is_gone(run):
+    folders.remove(run.weight(V10))
+    done = command("serve", run.root)
+    assert (done.returncode, "the weights of step 10 are gone" in done.stderr) == (2, True), done.stdout
+
+
 def test_clean_lists_sizes_and_deletes_the_named_parts_alone(run):
     (run.tensorboard / "events").write_bytes(bytes(2_000_000))
     listed = command("clean", run.root)
@@ -113,6 +119,13 @@ def test_clean_lists_sizes_and_deletes_the_named_parts_alone(run):
     assert atomic.names(run.weights) == [v.name for v in (V10, V20, V30)], (
         "the best, the newest, and what the newest builds on"
     )
+
+
+def test_nothing_is_deleted_under_a_process_that_was_started_by_hand(run):
+    run.node("learner-1").write_bytes(b"{}")
+    refused = command("clean", run.root, "versions")
+    assert (refused.returncode, "by hand may run: learner-1.json; end them" in refused.stderr) == (2, True)
+    assert run.weight(V0).exists()
 
 
 def test_a_run_without_its_state_is_exported_but_not_continued(run, tmp_path):
@@ -152,7 +165,18 @@ def alone():
 
 
 SECRETS = {"token", "tasks.parquet", "references.json", "changed_tests.json"}
-CLOSED = {"batches", "checkpoints", "code", "episodes", "nodes", "requests", "scored", "weights", "stacks"}
+CLOSED = {
+    "batches",
+    "tracked",
+    "checkpoints",
+    "code",
+    "episodes",
+    "nodes",
+    "requests",
+    "scored",
+    "weights",
+    "stacks",
+}
 
 
 def test_a_shared_run_opens_what_people_look_at_and_no_more(tmp_path, model, alone):
@@ -173,9 +197,27 @@ def test_a_shared_run_opens_what_people_look_at_and_no_more(tmp_path, model, alo
     assert [path for path in opened if (run.root / path).stat().st_mode & 0o027] == [], "nobody else may"
     assert [p.name for p in run.root.iterdir() if p.name in CLOSED and p.stat().st_mode & 0o077] == []
     assert stat.S_IMODE(run.root.stat().st_mode) == 0o2750, "later files have the group of the run"
+    run.status.chmod(0o600)  # by a process that began before
+    assert command("clean", run.root, "traces").returncode == 0
+    assert "state/status.json" in readable(run)
+    assert run.stacks.stat().st_mode & 0o077 == run.tracked.stat().st_mode & 0o077 == 0
     assert command("start", "--run", run.root, 'share=""').returncode == 0
     assert readable(run) == set()
     assert stat.S_IMODE(run.root.stat().st_mode) == 0o700
+
+
+def test_sharing_leaves_what_links_lead_to_as_it_is(tmp_path, alone):
+    run, outside = RunDir(tmp_path / "run"), tmp_path / "of_the_lab"
+    run.make()
+    outside.mkdir(mode=0o755)
+    file = outside / "weights"
+    file.write_bytes(b"")
+    modes = [path.stat().st_mode for path in (outside, file)]
+    for link in (run.root / "model", run.report):
+        link.symlink_to(outside)
+    for with_group in (True, False):
+        sharing.share(run, with_group)
+        assert [path.stat().st_mode for path in (outside, file)] == modes
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be two users")

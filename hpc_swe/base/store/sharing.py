@@ -33,16 +33,22 @@ def take_umask(run: RunDir) -> None:
 
 
 def share(run: RunDir, with_group: bool) -> None:
-    """Open a run to the group of its folder, or close it, and take the umask that fits."""
-    if with_group != is_shared(run):
+    """Open a run to the group of its folder, or close it, and take the umask that fits.
+
+    A run that is open already is opened again: processes from before may have added closed files.
+    """
+    was_shared, mode = is_shared(run), SHARED if with_group else PRIVATE
+    if with_group != was_shared:
         run.root.chmod(PRIVATE)
-        for folder in (run.stacks, run.skipped(0).parent):  # others would make them when they are needed
+    if with_group or was_shared:
+        for folder in (run.stacks, run.skipped(0).parent, run.tracked):  # others would make them open
             folder.mkdir(exist_ok=True)
-        for path in run.root.iterdir():
+        opened = list(_open(run))
+        for path in {*run.root.iterdir()}.difference(opened):
             _set_mode(path, PRIVATE)
-        for path in _open(run):
-            _set_mode(path, SHARED if with_group else PRIVATE)
-        run.root.chmod(SHARED if with_group else PRIVATE)  # last: it says that all is done
+        for path in opened:
+            _set_mode(path, mode)
+        run.root.chmod(mode)  # last: it says that all is done
     take_umask(run)
     barred = [path for path in run.root.parents if path.stat().st_uid == os.getuid() and not _lets_in(path)]
     if with_group and barred:
@@ -50,7 +56,12 @@ def share(run: RunDir, with_group: bool) -> None:
 
 
 def _set_mode(path: Path, mode: int) -> None:
-    """Give a folder its mode, and a file what is left of it without execution."""
+    """Give a folder its mode, and a file what is left of it without execution; leave links alone.
+
+    What they lead to may be another's, as a folder of models.
+    """
+    if path.is_symlink():
+        return
     with contextlib.suppress(FileNotFoundError):  # a job has removed it just now
         path.chmod(mode if path.is_dir() else mode & 0o640)
 
@@ -65,10 +76,10 @@ def _open(run: RunDir) -> Iterator[Path]:
     folders += [run.logs("learner").parent, run.report, run.tensorboard]
     files = [run.manifest, run.config, run.made, run.results, run.summary, *run.root.glob("predictions.*")]
     yield from (path for path in files if path.exists())
-    for top in folders:
+    for top in (each for each in folders if not each.is_symlink()):
         for folder, _, names in os.walk(top):
             yield Path(folder)
-            yield from (path for name in names if not (path := Path(folder, name)).is_symlink())
+            yield from (Path(folder, name) for name in names)
 
 
 def entries(folder: Path) -> list[str]:
