@@ -111,7 +111,7 @@ def test_a_folder_that_became_a_link_or_a_file_and_back(toy, sandboxes):
 def test_too_large_a_patch_is_not_handed_in_and_a_large_file_is_left_out(toy, sandboxes):
     assert taken(toy, sandboxes, "for i in 1 2 3; do head -c 500000 /dev/urandom > $i; done") == ""
     assert taken(toy, sandboxes, "for i in $(seq 2100); do echo > f$i; done") == ""
-    text = taken(toy, sandboxes, "head -c 3000000 /dev/zero > core; echo 'y = 1' > y.py")
+    text = taken(toy, sandboxes, "head -c 5000000 /dev/zero > core; echo 'y = 1' > y.py")
     assert "y = 1" in text
     assert "core\n" not in text
 
