@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from hpc_swe.base import cli, tables
@@ -185,7 +186,8 @@ def _compare(run: RunDir, config: RunConfig, arguments: argparse.Namespace) -> N
     other = RunDir(arguments.other)
     theirs = existing.load(other)
     before, after = (atomic.get(each.manifest, RunManifest) for each in (run, other))
-    existing.enter(other)
+    with suppress(ConfigError):  # the folder may be gone, and what relative paths name with it
+        existing.enter(other)
     found = configuration.changes(config, theirs, Path(before.folder))
     if before.model_sha256 == after.model_sha256:
         found.pop("model", None)

@@ -358,8 +358,8 @@ def _require_size(run: RunDir, config: RunConfig) -> None:
     jobs = config.executor.queue(run) if old != new and not orders.active(run) else []
     if any(job.role == "learner" and job.state != "broken" for job in jobs):
         raise ConfigError(
-            f"{run.root}: [policy] divides the learner among {new} processes, but its job has {old}; "
-            "`launch stop` it first"
+            f"{run.root}: {LEARNER_PROCESSES} = {new}, but the learner's job has {old} processes; `launch "
+            "stop` it first"
         )
 
 

@@ -349,7 +349,7 @@ def _refuse_unknown(path: Path, config: dict[str, Any]) -> None:
             f"model: {path} has model_type {kind!r}; supported: {', '.join(KNOWN)}; an evaluation may take "
             "others, and docs/your_model.md says how to add a family"
         )
-    needed = [*NEEDED, *_ffn_keys(config)]
+    needed = [*(["text_config"] if kind in WRAPPED else []), *NEEDED, *_ffn_keys(config)]
     needed += ["head_dim"] if kind == "qwen3" else []  # transformers would take 128, whatever the tensors are
     needed += OF_DELTA_NETS if has_delta_nets(config) else ()
     needed += MULTIPLIERS if kind in GRANITE else ()
@@ -370,7 +370,9 @@ def _refuse_unknown(path: Path, config: dict[str, Any]) -> None:
         "position_embedding_type": kind in WITH_FUSED_MLP and config.get("position_embedding_type") != "rope",
     }
     if has_delta_nets(config):
+        shared = "linear_num_value_heads that is no multiple of linear_num_key_heads"
         unsupported |= {
+            shared: config["linear_num_value_heads"] % config["linear_num_key_heads"] != 0,
             "attn_output_gate": not config.get("attn_output_gate", True),
             "output_gate_type": config.get("output_gate_type", "silu") not in ("silu", "swish"),
             "layer_scale": bool(config.get("layer_scale")),

@@ -657,7 +657,7 @@ def test_a_run_goes_on_with_a_model_that_is_divided_otherwise(tmp_path, read):
     assert existing.load(run).policy.tensor_parallel == 2
     busy = [*nobody, f"executor={{type='{__name__}:Busy'}}"]
     checks.require_alike(run, read(*busy, "policy.tensor_parallel=2", "policy.sequence_parallel=true"))
-    with pytest.raises(ConfigError, match="among 1 processes, but its job has 2; `launch stop` it first"):
+    with pytest.raises(ConfigError, match="data_parallel = 1, but the learner.s job has 2 processes"):
         checks.require_alike(run, read(*busy, "policy.tensor_parallel=1"))
 
 

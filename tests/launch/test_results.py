@@ -143,6 +143,9 @@ def test_two_runs_are_compared_key_by_key(run, tmp_path, model):
     assert [line.partition(":")[0] for line in lines] == ["learner.optimizer.lr", "seed"], done.stderr
     assert "seed: 0 -> 5" in lines
     assert command("compare", run.root, run.root).stdout == "no key differs\n"
+    made = json.loads(other.manifest.read_text())
+    other.manifest.write_text(json.dumps(made | {"folder": str(tmp_path / "gone")}))
+    assert command("compare", run.root, other.root).stdout == done.stdout
     assert json.loads(other.config.read_text())["seed"] == 5
 
 

@@ -137,6 +137,7 @@ def test_a_checkpoint_of_two_ranks_continues_on_one(runs):
             {"partial_rotary_factor": None, "rope_parameters": {"rope_theta": 1e4}},
             "partial_rotary_factor of 1 ",
         ),
+        ({"linear_num_value_heads": 3}, "no multiple of linear_num_key_heads"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings and text_config.tie_word_embeddings, which"),
     ],
 )
@@ -145,6 +146,14 @@ def test_what_a_hybrid_model_lacks_is_named(wrapped, tmp_path, changes, message)
     config["text_config"] |= changes
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=message):
+        Megatron(device="cpu").check_model(tmp_path, data_parallel=1)
+
+
+def test_a_wrapped_model_whose_keys_are_not_in_a_text_config_is_refused(wrapped, tmp_path):
+    config = json.loads((wrapped / "config.json").read_text())
+    flat = config.pop("text_config") | config
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    with pytest.raises(ConfigError, match=r"config.json has no text_config; add"):
         Megatron(device="cpu").check_model(tmp_path, data_parallel=1)
 
 
