@@ -179,7 +179,7 @@ def test_an_image_that_shows_the_solution_or_opens_no_sandbox_is_refused(layer, 
 
 
 def test_what_is_filled_in_and_what_is_not_there_is_said(repository, tmp_path):
-    with pytest.raises(ConfigError, match=r"only \{image\} is filled in, not \['tag'\]"):
+    with pytest.raises(ConfigError, match=r"only \{image\} and \{reference\} are filled in, not \['tag'\]"):
         Pulled("docker://host/{image}:{tag}", Apptainer())
     toy = task(tmp_path, "unittest", repository[1])
     source = Pulled("docker://host/me/{image}:v1", Apptainer())
