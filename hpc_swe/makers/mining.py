@@ -190,7 +190,7 @@ class Trial:
     def _row(self, candidate: Candidate) -> Row:
         """Return the row of a candidate, whose lists of tests are not known yet."""
         where = f"commit {candidate.commit.sha[:12]}"
-        name = re.sub(r"[^a-z0-9_.-]", "-", f"{self.name}-{candidate.commit.sha[:12]}".lower())
+        name = re.sub(r"[^a-z0-9_.-]", "-", f"{self.name}-{candidate.commit.sha[:12]}".lower()).lstrip("-.")
         row = Row(
             repo=self.name,
             instance_id=name,

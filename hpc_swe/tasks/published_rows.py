@@ -198,7 +198,7 @@ def _as_swebench(kind: PublishedSet, given: "_Columns") -> dict[str, Any]:
         **{name: given.filled(template).strip() for name, template in kind.texts.items()},
         "FAIL_TO_PASS": given.names("FAIL_TO_PASS"),
         "PASS_TO_PASS": given.names("PASS_TO_PASS"),
-        "version": str(given.values.get("version", "")),
+        "version": given.filled("{version?}"),
         "image": given.first(kind.image),
         "workdir": given.filled(kind.workdir),
         "log_parser": "",
@@ -220,6 +220,13 @@ def _parser(given: str, command: str) -> str:
         if words in command:
             return _PARSER + parser
     raise ValueError("column log_parser holds a program, which is not run, and its tests' runner is unknown")
+
+
+def _decoded(text: str) -> object:
+    try:
+        return msgspec.json.decode(text or "[]")  # Python reads some signs of JSON as others
+    except msgspec.DecodeError:
+        return ast.literal_eval(text)
 
 
 @dataclass(frozen=True)
@@ -258,10 +265,10 @@ class _Columns:
         return self.filled(templates[-1])
 
     def names(self, column: str) -> list[str]:
-        """Return a list of names, which may be written in JSON or as Python prints it."""
+        """Return a list of names, which may be written in JSON or as Python prints it; "" has none."""
         value = self.values.get(column, self.values.get(column.lower()))
         try:
-            return msgspec.convert(ast.literal_eval(value) if isinstance(value, str) else value, list[str])
+            return msgspec.convert(_decoded(value) if isinstance(value, str) else value, list[str])
         except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
             raise ValueError(f"column {column} is not a list of names: {error}") from None
 

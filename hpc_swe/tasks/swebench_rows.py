@@ -33,7 +33,11 @@ TESTS = (
     *("*/test.py", "*/tests.py", "*/test_*.py", "*/*_test.py", "*/*_tests.py", "*/conftest.py"),
 )
 """Patterns of the files that are tests; a star also matches slashes."""
+IMAGE_NAME = re.compile(r"\w[\w.+-]*")
+"""Names of images, which are names of files: none is empty, a folder's, or leads to another folder."""
+_WORKDIR = re.compile(r"(/\w[\w.+-]*)+")
 _HOST = re.compile(r"^(localhost|[^/]*[.:][^/]*)/")
+_FOREIGN = re.compile(r"`\$\.(recipe|workdir)\b")
 _COLLECTED = re.compile(r"(.*/)?(test_[^/]*|[^/]*_test)\.py")
 NO_TESTS = {".json", ".png", ".csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml"}
 
@@ -84,6 +88,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         why = ""
         if not fail_to_pass:
             why = "FAIL_TO_PASS is empty: swebench calls every patch resolved"
+        elif not IMAGE_NAME.fullmatch(self.image_name):
+            column = "image" if self.image else "instance_id"
+            why = f"column {column}: {self.image or self.instance_id!r} gives no name of an image"
+        elif self.workdir and not _WORKDIR.fullmatch(self.workdir):
+            why = f"column workdir: {self.workdir!r} is no folder of an image, such as '/testbed'"
         elif self.eval_script and not self.log_parser:
             why = "eval_script without log_parser"
         elif self.eval_type != "pass_and_fail":
@@ -192,6 +201,7 @@ class TestPatch:
 
     def extra(self, row: Row) -> dict[str, str]:
         """Return the entries of `TestPlan.extra` that the grader needs, but for `log_parser`."""
+        host = _HOST.match(row.image)
         return {
             "repo": row.repo,
             "version": row.version,
@@ -201,6 +211,7 @@ class TestPatch:
             "set_up": "\n".join(self.set_up),
             **({"test_paths": "\n".join(row.test_paths)} if row.test_paths else {}),
             **({} if row.reference == f"swebench/{row.image_name}" else {"image": row.reference}),
+            **({"image_host": host[0]} if host else {}),
         }
 
 
@@ -245,7 +256,9 @@ def parse(where: str, record: Record) -> Row:
         patches = {"patch": normalised(row.patch), "test_patch": normalised(row.test_patch)}
         return msgspec.structs.replace(row, **patches)
     except (msgspec.MsgspecError, ValueError) as error:
-        raise ConfigError(f"{where}: {error}") from None
+        foreign = _FOREIGN.search(str(error))
+        remedy = f"; if its {foreign[1]} is of another kind, rename the column" if foreign else ""
+        raise ConfigError(f"{where}: {error}{remedy}") from None
 
 
 def columns(record: Record) -> dict[str, Any]:

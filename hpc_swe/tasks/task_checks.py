@@ -152,7 +152,8 @@ def require_one_source(tasks: Iterable[Task]) -> None:
                 f"one base commit, but have {first.base_commit} and {task.base_commit}: name another in "
                 "the column image"
             )
-        names = [one.tests.extra.get("image", "") for one in (first, task)]
+        extras = first.tests.extra, task.tests.extra
+        names = [extra.get("image_host", "") + extra.get("image", "") for extra in extras]
         if names[0] != names[1]:
             raise ConfigError(
                 f"[taskset] {first.task_id} and {task.task_id} would share the image {task.image}, but name "

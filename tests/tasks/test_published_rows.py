@@ -77,14 +77,22 @@ def test_rows_that_differ_by_tag_alone_have_images_of_their_own(tmp_path):
         Pulled("docker://host/me/{image}:latest", Process()).origin(other)
 
 
-def test_images_that_are_shared_by_mistake_are_named(tmp_path):
+@pytest.mark.parametrize("names", [("you/tool", "me/tool"), ("a.example/me/tool", "b.example/me/tool")])
+def test_images_that_are_shared_by_mistake_are_named(tmp_path, names):
     marks = f": '{START}'\ntrue\n: '{END}'\n"
     own = {"eval_script": marks, "log_parser": "parse_log_pytest"}
-    rows = [columns(instance_id=name, image=f"{name}/tool", **own) for name in ("you", "me")]
+    rows = [columns(instance_id=f"n{n}", image=name, **own) for n, name in enumerate(names)]
     with pytest.raises(
-        ConfigError, match="you and me would share the image tool, but name 'you/tool' and 'me/tool'"
+        ConfigError, match="n0 and n1 would share the image tool, but name '{}' and '{}'".format(*names)
     ):
         task_checks.require_one_source(load(tmp_path, *rows))
+
+
+@pytest.mark.parametrize("no_tests", ["", "[]"])
+def test_lists_in_json_are_read_as_json_and_no_version_is_none(no_tests):
+    given = {"FAIL_TO_PASS": json.dumps(["t[\U0001f600]"]), "PASS_TO_PASS": no_tests, "version": None}
+    read = read_row("rows:1", json.dumps(ROWS["SWE-rebench"].row | given))
+    assert (read.fail_to_pass, read.pass_to_pass, read.version) == (["t[\U0001f600]"], [], "")
 
 
 def test_a_recipe_of_the_configuration_comes_before_that_of_the_row(tmp_path):
