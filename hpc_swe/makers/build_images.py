@@ -52,8 +52,8 @@ def run(store: ImageStore, source: ImageSource, images: Sequence[Sequence[Proble
     failed = 0
     with bars() as progress, ThreadPoolExecutor(jobs) as pool:
         bar = progress.add_task("images", total=len(images))
-        futures = {pool.submit(store.build, source, *sharing): sharing for sharing in images}
         try:
+            futures = {pool.submit(store.build, source, *sharing): sharing for sharing in images}
             for done, future in enumerate(as_completed(futures)):
                 tasks = [problem.task.task_id for problem in futures[future]]
                 image = futures[future][0].task.image
@@ -69,6 +69,8 @@ def run(store: ImageStore, source: ImageSource, images: Sequence[Sequence[Proble
                     say(f"{tasks[0] if len(tasks) == 1 else f'{len(tasks)} tasks of {image}'}: {error}")
                 progress.update(bar, description=image, advance=1)
         finally:
+            if isinstance(source, Pulled):
+                source.limit.ended.set()
             pool.shutdown(cancel_futures=True)
     return failed
 

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -32,7 +32,7 @@ _TRIAL_S = 120.0
 _INCOMPLETE = 2  # exit code of unsquashfs that cannot make devices, which no sandbox takes from its image
 _SET_UP_S = 1800.0
 _MADE = ".git/made"
-_LIMITED = re.compile(r"\b429\b|toomanyrequests|too many requests|rate limit", re.IGNORECASE)
+_LIMITED = re.compile(r"\bstatus\D{0,10}429\b|toomanyrequests|too many requests|rate limit", re.IGNORECASE)
 _LIMIT_S, _LONGEST_WAIT_S = 7 * 3600.0, 1800.0  # registries count the pulls of about six hours
 _LOGIN = "a login raises the limit: set APPTAINER_DOCKER_USERNAME and APPTAINER_DOCKER_PASSWORD"
 _CHECK_VERSION = "import sys; sys.exit(sys.version_info < (3, 10))"
@@ -88,7 +88,7 @@ class Built:
                 self._install(made, task.workdir)
                 made.rename(environment)
         _copy(environment, tree)
-        stage(self.repository, task.base_commit, tree / task.workdir.lstrip("/"))
+        stage(self.repository, task.base_commit, _repository(tree, task))
         if self.set_up and self.sandbox:
             _add_made_files(self.sandbox, msgspec.structs.replace(task, image=tree.name), self.set_up, work)
         return []
@@ -120,6 +120,16 @@ class Built:
             (tree / "usr/share/zoneinfo").symlink_to(f"/{zones.relative_to(tree)}")
 
 
+@dataclass
+class PullLimit:
+    """A command has this limit for all of its pulls, which wait together."""
+
+    until: float = field(default_factory=lambda: time.monotonic() + _LIMIT_S)
+    """Deadline of all waits; each pull that succeeds sets a new one."""
+    ended: threading.Event = field(default_factory=threading.Event)
+    """Set when the command ends; then nobody waits."""
+
+
 @dataclass(frozen=True)
 class Pulled:
     """Take an existing image, such as an official one: replace its repository, and keep the rest."""
@@ -131,6 +141,7 @@ class Pulled:
     """Sandboxes that must be able to open the image."""
     wait_s: float = 60.0
     """Seconds before the second pull where a registry limits them; each further wait is twice as long."""
+    limit: PullLimit = field(default_factory=PullLimit)
 
     def __post_init__(self) -> None:
         unknown = set(re.findall(r"\{(.*?)\}", self.template)) - {"image", "reference"}
@@ -165,7 +176,7 @@ class Pulled:
         """Make work/tree of an image that opens, with a new repository; return what its maker changed."""
         tree = work / "tree"
         self._unpack(task, tree, work)
-        repository = tree / task.workdir.lstrip("/")
+        repository = _repository(tree, task)
         if not (repository / ".git").exists():
             raise HpcSweError(f"{self.origin(task)} has no git repository in {task.workdir}")
         set_up = restage(repository, task.base_commit, work, exact)
@@ -181,23 +192,27 @@ class Pulled:
                 options = ("-quiet", "-no-progress", "-no-xattrs", "-offset", str(offset), "-dest", str(tree))
                 run("unsquashfs", *options, str(file), ok=(0, _INCOMPLETE))
                 run("chmod", "-R", "u+rwX", str(tree))
-                return None
+                return
         cache = ["--disable-cache"] if file else []
         words = ("build", "--fix-perms", *cache, "--sandbox", str(tree), self.origin(task))
-        wait_s, deadline = self.wait_s, time.monotonic() + _LIMIT_S
+        wait_s, limit = self.wait_s, self.limit
         while True:
             try:
-                return apptainer(*words, work=work)
+                apptainer(*words, work=work)
+                limit.until = time.monotonic() + _LIMIT_S
+                return
             except HpcSweError as error:
-                if file or not _LIMITED.search(str(error)):
+                said = str(error).partition(": exit code ")[2]  # an image's name in the command may have 429
+                if file or not _LIMITED.search(said):
                     raise
-                if time.monotonic() + wait_s > deadline:
+                if time.monotonic() + wait_s > limit.until:
                     raise HpcSweError(
                         f"{self.origin(task)}: the registry still limits pulls; {_LOGIN}"
                     ) from None
             say(f"{task.image}: the registry limits pulls; the next one is in {wait_s:.0f} s; {_LOGIN}")
             remove(tree)
-            time.sleep(wait_s)
+            if limit.ended.wait(wait_s):
+                raise HpcSweError(f"{self.origin(task)}: not pulled, since the command ends")
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
     def _file(self, task: Task) -> Path | None:
@@ -228,6 +243,14 @@ def apptainer(*words: str, work: Path) -> None:
     # Root in a container may lack a capability that Apptainer would ask for.
     rights = os.environ.get("APPTAINER_DROP_CAPS", "CAP_SYS_RESOURCE")
     run("apptainer", "--quiet", *words, settings={"APPTAINER_TMPDIR": place, "APPTAINER_DROP_CAPS": rights})
+
+
+def _repository(tree: Path, task: Task) -> Path:
+    """Return the folder of a task's repository in an unpacked image; its links must not lead out of it."""
+    folder = tree / task.workdir.lstrip("/")
+    if not (folder / ".git").resolve().is_relative_to(tree.resolve()):
+        raise HpcSweError(f"{task.task_id}: its workdir {task.workdir!r} leads out of the image")
+    return folder
 
 
 def _digest(*values: object) -> str:

@@ -20,6 +20,7 @@ from hpc_swe.base.records import Task
 from hpc_swe.makers.images import leaks, links
 from hpc_swe.makers.images.commands import remove
 from hpc_swe.makers.images.sources import Built, ImageSource, apptainer
+from hpc_swe.tasks.swebench_rows import IMAGE_NAME
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
@@ -82,6 +83,7 @@ class ImageStore:
         image is not fit.
         """
         task = problems[0].task
+        _require_name(task.image)
         digest = source.digest(task)
         if self.has(digest, *problems):
             return False
@@ -116,6 +118,7 @@ class ImageStore:
 
     def discard(self, task: Task) -> None:
         """Remove the image of a task, its manifest first."""
+        _require_name(task.image)
         (self.images / f"{task.image}.json").unlink(missing_ok=True)
         (self.images / f"{task.image}.sif").unlink(missing_ok=True)
         _remove(self.images / task.image)
@@ -193,6 +196,12 @@ class ImageStore:
             if has_links:
                 _remove(work / "tree")  # it is there no more once the image is complete
             remove(work)
+
+
+def _require_name(image: str) -> None:
+    """Raise HpcSweError for a name by which files of other images would be removed."""
+    if not IMAGE_NAME.fullmatch(image):
+        raise HpcSweError(f"{image!r} is no name of an image: correct the column image")
 
 
 def _remove(folder: Path) -> None:

@@ -188,7 +188,8 @@ def test_what_is_filled_in_and_what_is_not_there_is_said(repository, tmp_path):
         ImageStore(tmp_path).build(Pulled("docker-archive:nowhere.tar", Apptainer()), Problem(toy, gold()))
 
 
-def test_a_pull_that_a_registry_limits_is_tried_again_and_no_other(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def tried(tmp_path, monkeypatch):
     """The program that pulls is one of ours: it is refused twice, and then makes the folder."""
     tried = tmp_path / "tried"
     program = tmp_path / "bin/apptainer"
@@ -204,6 +205,10 @@ mkdir "$2"
     monkeypatch.setenv(
         "REFUSAL", "429 Too Many Requests: toomanyrequests: You have reached your pull rate limit"
     )
+    return tried
+
+
+def test_a_pull_that_a_registry_limits_is_tried_again_and_no_other(tried, tmp_path, monkeypatch, capsys):
     toy = task(tmp_path, "unittest", "0" * 40)
     source = Pulled("docker://host/{reference}", Apptainer(), wait_s=0.1)
     with pytest.raises(HpcSweError, match="has no git repository in /testbed"):
@@ -212,10 +217,51 @@ mkdir "$2"
     assert told.count("the registry limits pulls; the next one is in 0 s; a login raises the limit") == 2
     tried.unlink()
     (tmp_path / "tree").rmdir()
-    monkeypatch.setenv("REFUSAL", "404 manifest unknown")
+    monkeypatch.setenv("REFUSAL", "reading manifest latest in host/tool-429: manifest unknown")
     with pytest.raises(HpcSweError, match="manifest unknown"):
-        source.lay_out(toy, (), tmp_path)
+        source.lay_out(msgspec.structs.replace(toy, image="tool-429"), (), tmp_path)
     assert tried.read_text() == "once\n"
+
+
+def test_no_pull_waits_beyond_the_deadline_or_the_end_of_its_command(tried, tmp_path):
+    toy = task(tmp_path, "unittest", "0" * 40)
+    source = Pulled("docker://host/{reference}", Apptainer(), wait_s=600.0)
+    source.limit.ended.set()
+    with pytest.raises(HpcSweError, match="not pulled, since the command ends"):
+        source.lay_out(toy, (), tmp_path)
+    source.limit.until = 0.0
+    with pytest.raises(HpcSweError, match="the registry still limits pulls"):
+        source.lay_out(toy, (), tmp_path)
+    assert tried.read_text() == "once\n" * 2
+
+
+@pytest.mark.parametrize("lines", ['ln -s {} "$2/testbed"', 'mkdir "$2/testbed"; ln -s {}/.git "$2/testbed"'])
+def test_a_link_of_an_image_does_not_lead_to_a_repository_of_the_host(tried, repository, tmp_path, lines):
+    """Its repository would be replaced by one of the base commit alone."""
+    tried.write_text("once\n" * 2)
+    mine = tmp_path / "mine"
+    shutil.copytree(repository[0], mine)
+    program = tmp_path / "bin/apptainer"
+    program.write_text(program.read_text() + lines.format(mine) + "\n")
+    before = git(mine, "log", "--all", "--format=%H")
+    toy = task(tmp_path, "unittest", repository[1])
+    with pytest.raises(HpcSweError, match="its workdir '/testbed' leads out of the image"):
+        Pulled("docker://host/{reference}", Apptainer()).lay_out(toy, (), tmp_path)
+    assert git(mine, "log", "--all", "--format=%H") == before
+
+
+def test_a_name_that_is_no_files_removes_no_other_image(repository, tmp_path):
+    toy = task(tmp_path, "unittest", repository[1])
+    shelf = ImageStore(tmp_path / "images")
+    (shelf.images / "other").mkdir(parents=True)
+    source = Pulled("docker://host/{reference}", Apptainer())
+    for name in ("", ".."):
+        bad = msgspec.structs.replace(toy, image=name)
+        with pytest.raises(HpcSweError, match="is no name of an image"):
+            shelf.discard(bad)
+        with pytest.raises(HpcSweError, match="is no name of an image"):
+            shelf.build(source, Problem(bad, gold()))
+    assert (shelf.images / "other").exists()
 
 
 def bare_image(folder: Path) -> Path:

@@ -1,15 +1,20 @@
 """An image that several tasks share is searched for the solutions of all of them, and has one base commit."""
 
+import signal
+import threading
+
 import msgspec
 import pytest
 
+from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.base.errors import ConfigError, HpcSweError
 from hpc_swe.config import config as configuration
 from hpc_swe.makers.build_images import run, wanted
-from hpc_swe.makers.images.sources import Built
+from hpc_swe.makers.images.sources import Built, Pulled
 from hpc_swe.makers.images.store import ImageManifest, ImageStore, Problem
 from tests.kit.checkout import ROOT
 from tests.kit.toy import BROKEN, patch, row, taskset, write_rows
+from tests.kit.waiting import until
 
 IMAGE = {"image": "somewhere/me/calc:1"}
 LONG = "".join(f"\n\ndef f_{n}(number):\n    return number * {n}00_000\n" for n in range(3))
@@ -27,6 +32,26 @@ def images_of(folder, *made):
     config = configuration.read(ROOT / "configs/swebench.toml")
     tasks = taskset(write_rows(folder / "rows.jsonl", *made))
     return wanted(msgspec.structs.replace(config, taskset=tasks))[1]
+
+
+def test_a_command_that_is_interrupted_ends_the_waits_of_its_pulls(repository, tmp_path):
+    begun, ended = threading.Event(), []
+
+    class Waiting(ImageStore):
+        def build(self, source, *problems):
+            begun.set()
+            ended.append(source.limit.ended.wait(60))
+            return True
+
+    def interrupt():
+        until(begun.is_set, "a pull waits")
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    source = Pulled("docker://host/{reference}", Process())
+    with pytest.raises(KeyboardInterrupt):
+        run(Waiting(tmp_path), source, images_of(tmp_path, *rows(repository[1])), 1)
+    assert ended == [True]
 
 
 @pytest.mark.slow
