@@ -57,8 +57,8 @@ class Exporter:
         self._parameters = {name: parameters[name] for name in self._layouts}
         sources = [source for layout in self._layouts.values() for source in layout.sources]
         self._names = [name for source in sources for name in (f"{source}:codes", f"{source}:others")]
-        files = Snapshot(source)
-        self._accompanying = {name: files for name in untrained(source, shape)[ranks.rank :: ranks.size]}
+        own = untrained(source, shape)[ranks.rank :: ranks.size]
+        self._accompanying = dict.fromkeys(own, Snapshot(source)) if own else {}  # a benchmark has no files
         self._names += self._accompanying
         self._kept: dict[str, Tensor] = {}
         """The last exported values of this rank's share; empty unless a delta may follow."""
