@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Puts a Python into .cache/host-python, or the folder given, to be shown in sandboxes whose images have none that is
-# new enough: configs/sandboxes/host_python.toml mounts it. It is PYTHON (python3.11 by default) with its standard library and all
-# libraries that it needs, the C library too, so that it runs in old images, and in those of another C library.
+# new enough: configs/sandboxes/host_python.toml mounts it. It is PYTHON (python3.11 by default) with its standard
+# library and all libraries that it needs, the C library too, so that it runs in old images, and in those of another C
+# library.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 umask 022

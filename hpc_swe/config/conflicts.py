@@ -17,8 +17,6 @@ from hpc_swe.models.policies.base import LossConfig
 MOST_STALENESS = 8  # steps: older samples seldom teach anything
 MOST_PASSES, MOST_WITH_SQUARE = 4, 9
 """Optimizer steps for a batch that old samples stand, without the square of the log-ratio and with it."""
-"""Size up to which a sandbox gives back a report of tests. A guard of graders limits the lines of assertions
-to 0.7 times this, but not those that each test has."""
 NARROW = 0.01
 """Less than this the ratio of a sequence moves in one step of the weights only by chance."""
 _URL = re.compile(r"https?://[^/@?#\s]+(/[^@?#\s]+)?")

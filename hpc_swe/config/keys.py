@@ -39,9 +39,9 @@ class Key:
 def listed(word: str = "") -> list[Key]:
     """Return the keys whose names start with a word, or if none does, those that have it in their meaning."""
     found = list(_of_table(RunConfig, "", ""))
-    told = word.lower()
+    wanted = word.lower()
     return [key for key in found if key.name.startswith(word)] or [
-        key for key in found if told in f"{key.name} {key.meaning}".lower()
+        key for key in found if wanted in f"{key.name} {key.meaning}".lower()
     ]
 
 

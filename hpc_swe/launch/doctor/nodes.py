@@ -124,9 +124,9 @@ GLIBC = Rule(
 )
 
 
-def kernels(need: PartitionNeeds, probe: Probe) -> Finding:
-    """Check that the GPU has the kernels that learner and engines compute with."""
-    check, model = "GPU kernels", probe.gpu_model
+def kernels(need: PartitionNeeds, model: str) -> Finding:
+    """Check that a model of GPU has the kernels that learner and engines compute with."""
+    check = "GPU kernels"
     expert = {each.what for each in need.computing if each.has_experts}
     if TOO_OLD.search(model):
         return Finding(check, "fault", f"{model} has a compute capability below 8.0", "use an A100 or newer")
@@ -173,7 +173,7 @@ def computing(need: PartitionNeeds, probes: Sequence[Probe]) -> Iterator[Finding
     if need.computing:
         yield GLIBC.judge(probes)
     with_gpus = [probe for probe in probes if probe.gpu_model and need.gpus]
-    yield from (kernels(need, probe) for probe in with_gpus[:1])
+    yield from (kernels(need, model) for model in sorted({probe.gpu_model for probe in with_gpus}))
     if helped := [probe for probe in with_gpus if NEWEST.search(probe.gpu_model)]:
         yield ATTENTION.judge(helped)
     if any(probe.gpu_gib for probe in probes):

@@ -138,6 +138,8 @@ class Ranks(Protocol):
     size: int
     data_rank: int
     """Index of the batch's rank file that this process consumes."""
+    data_size: int
+    """Number of such files: ranks of the same index consume the same."""
 
     def broadcast(self, value: T) -> T:
         """Return the value of rank 0 on every rank."""

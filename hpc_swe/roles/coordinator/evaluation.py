@@ -25,7 +25,7 @@ from hpc_swe.roles.coordinator.batching.groups import Group, Key, Ledger, Member
 from hpc_swe.roles.coordinator.batching.samples import sampled_tokens
 from hpc_swe.roles.coordinator.collect import ResultCollector
 from hpc_swe.roles.coordinator.dispatch import request
-from hpc_swe.roles.coordinator.selection import EvalRate, rate_of, select
+from hpc_swe.roles.coordinator.selection import EvalRate, rate_of, select, steps_of
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
 
 SHARE = 4  # during training, evaluation uses at most one slot in four
@@ -133,11 +133,9 @@ class Evaluator:
         self._done = {name.removesuffix(".parquet") for name in atomic.names(self.run.evals)}
         if not self.every:
             return
-        for label in self._done:
-            step = label.removeprefix("step_")
-            if step.isdecimal() and label not in self._read:
-                self._read.add(label)
-                self._enter(int(step), label)
+        for label, step in steps_of(self._done - self._read).items():
+            self._read.add(label)
+            self._enter(step, label)
 
     def _enter(self, step: int, label: str) -> None:
         try:

@@ -161,7 +161,7 @@ class Coordinator:
 
 
 def _drawings(run: RunDir) -> list["Drawing | Tracking"]:
-    """Return what shows the run's curves; without TensorBoard, with a warning, not in that."""
+    """Return what draws the run's curves: TensorBoard, unless it is not installed, and the tracker."""
     found: list[Drawing | Tracking] = []
     try:
         from hpc_swe.base import drawing

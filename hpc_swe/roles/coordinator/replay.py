@@ -14,7 +14,7 @@ from itertools import groupby
 
 import msgspec
 
-from hpc_swe.base.errors import CorruptRecord
+from hpc_swe.base.errors import ConfigError, CorruptRecord
 from hpc_swe.base.metrics import Log
 from hpc_swe.base.records import CoordinatorState, ScoredEpisode
 from hpc_swe.base.rundir import RunDir
@@ -53,6 +53,8 @@ def read_groups(source: RunDir, step: int) -> list[Group]:
             found.append(group)
     except (FileNotFoundError, msgspec.DecodeError) as error:
         raise CorruptRecord(f"{path}: not an archive of episodes: {error}; put it back") from None
+    if not found:
+        raise CorruptRecord(f"{path}: it holds no episode, but each batch has some; put it back")
     return found
 
 
@@ -89,6 +91,12 @@ class ArchiveReplay:
             for number, group in zip(numbers, groups, strict=True)
         }
         trained = [number for number in numbers if decisions[number].status == "trained"]
+        if not trained:
+            causes = ", ".join(sorted({each.status for each in decisions.values()}))
+            raise ConfigError(
+                f"{self._source.archive(self.step)}: with the settings of this replay none of its groups is "
+                f"trained ({causes}); set [groups] and [batches] as in {self._source.config}"
+            )
         closed = [number for number in numbers if number not in trained]
         plan = BatchPlan(self.step, trained, closed, decisions, CoordinatorState(next_group=numbers[-1] + 1))
         packed = batches.build_batches(plan, self._settings)

@@ -1,6 +1,6 @@
 """Choose the best weights of a run by its evaluations, and tell when further training brings nothing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -61,6 +61,11 @@ def rate_of(rows: Sequence[Attempt], config: EvalConfig) -> EvalRate:
 
 def best(run: RunDir, config: EvalConfig) -> Selection | None:
     """Select among the evaluations of a run; raise CorruptRecord if one cannot be read."""
-    labels = [name.removesuffix(".parquet") for name in atomic.names(run.evals)]
-    steps = {int(label[5:]): label for label in labels if label.startswith("step_")}
-    return select({step: rate_of(evals.read(run.eval_table(label)), config) for step, label in steps.items()})
+    steps = steps_of(name.removesuffix(".parquet") for name in atomic.names(run.evals))
+    return select({step: rate_of(evals.read(run.eval_table(label)), config) for label, step in steps.items()})
+
+
+def steps_of(labels: Iterable[str]) -> dict[str, int]:
+    """Return the step of each label that names one, such as step_000004; other evaluations have none."""
+    parts = [(label, label.removeprefix("step_")) for label in labels]
+    return {label: int(step) for label, step in parts if label != step and step.isdecimal()}

@@ -164,8 +164,8 @@ def _train(run: RunDir, learner: Learner, objective: Objective, manifest: BatchM
 
 def _read(run: RunDir, learner: Learner, manifest: BatchManifest, name_of: Callable[[int], str]) -> Batch:
     ranks = learner.ranks
-    size = len(set(ranks.gather(ranks.data_rank)))
-    return on_all_ranks(ranks, partial(read_batch, run, manifest, name_of, ranks.data_rank, size))
+    read = partial(read_batch, run, manifest, name_of, ranks.data_rank, ranks.data_size)
+    return on_all_ranks(ranks, read)
 
 
 def _enter(

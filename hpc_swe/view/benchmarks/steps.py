@@ -47,10 +47,9 @@ def measure(plan: Plan) -> Measured:
     product_flops = measure_product(device)
     learner, objective = build_learner(plan, device), PolicyObjective(LossConfig())
     ranks = learner.ranks
-    data_ranks = len(set(ranks.gather(ranks.data_rank)))
 
     def take(step: int) -> dict[str, float]:
-        return learner.train(plan.workload.batch(step, ranks.data_rank, data_ranks), objective)
+        return learner.train(plan.workload.batch(step, ranks.data_rank, ranks.data_size), objective)
 
     first = take(0)
     for step in range(1, plan.warm):
@@ -71,7 +70,7 @@ def measure(plan: Plan) -> Measured:
         product_flops=product_flops,
         step_s=fmean(seconds),
         seconds={part: fmean(each[f"step_seconds/{part}"] for each in timed) for part in PARTS},
-        data_ranks=data_ranks,
+        data_ranks=ranks.data_size,
         recompute=learner.recompute,
         attention=learner.attention,
         peak_bytes=max(peaks),

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from hpc_swe.base.errors import CorruptRecord
+from hpc_swe.base.errors import ConfigError, CorruptRecord
 from hpc_swe.base.metrics import Log
 from hpc_swe.base.records import Batch, BatchManifest
 from hpc_swe.base.rundir import RunDir
@@ -67,6 +67,12 @@ def test_an_episode_that_is_missing_is_no_smaller_batch(source, again):
     source.archive(1).unlink()
     with pytest.raises(CorruptRecord, match=r"step_000001.*put it back"):
         replay(again, source)
+
+
+def test_settings_that_train_no_group_of_a_step_are_refused(source, again):
+    never = msgspec.structs.replace(LIMITS, max_staleness=-(10**9))
+    with pytest.raises(ConfigError, match=r"step_000000.*\(too_old\); set \[groups\]"):
+        replay(again, source, BatchSettings(never, SETTINGS.batches, Grpo(), 2))
 
 
 def test_settings_of_ones_own_make_other_batches_of_the_same_episodes(source, again):

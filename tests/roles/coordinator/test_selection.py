@@ -7,7 +7,7 @@ from hpc_swe.base.store import atomic, weights
 from hpc_swe.base.store.stop_signs import SignRecord
 from hpc_swe.roles.coordinator.batching import batches
 from hpc_swe.roles.coordinator.evaluation import due
-from hpc_swe.roles.coordinator.selection import EvalRate, select
+from hpc_swe.roles.coordinator.selection import EvalRate, select, steps_of
 from tests.kit.coordinator_kit import HELD_OUT, KEPT, learn, make_maintenance, reward, rundir, training, work
 
 
@@ -156,3 +156,7 @@ def test_a_run_that_gets_no_better_ends_and_one_that_does_goes_on(tmp_path):
     steps = batches.published_steps(hasty)
     assert len(steps) < STEPS
     assert weights.newest(hasty).step == len(steps), "the learner trained what was published"
+
+
+def test_only_names_of_steps_are_evaluations_of_steps():
+    assert steps_of(["step_000004", "step_x", "4", "base"]) == {"step_000004": 4}

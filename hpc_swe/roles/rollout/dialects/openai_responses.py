@@ -143,7 +143,7 @@ def _events(exchange: Exchange) -> Iterator[Event]:
         "output": [],
         "usage": None,
     }
-    yield "response.created", {"response": response | begun | {"usage": None}}
+    yield "response.created", {"response": response | begun}
     for index, item in enumerate(_items(exchange)):
         place: dict[str, object] = {"output_index": index}
         is_message = item["type"] == "message"

@@ -33,6 +33,7 @@ class JoinedRanks:
             dist.init_process_group(backend, store=_store(size), rank=rank, world_size=size, timeout=TIMEOUT)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.data_rank: int = self.rank
+        self.data_size: int = self.size
 
     def broadcast(self, value: T, source: int = 0) -> T:
         """Return the value of one rank on every rank."""

@@ -50,6 +50,7 @@ class TorchRanks(JoinedRanks):
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
         self.data_group = parallel_state.get_data_parallel_group()
         self.data_rank: int = self.data_group.rank()
+        self.data_size: int = self.data_group.size()
         self.replica_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         """The ranks that hold the same part of the model, its experts left out."""
         self.context_group = parallel_state.get_context_parallel_group()
