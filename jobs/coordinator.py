@@ -9,21 +9,21 @@ from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.metrics import Log
 from hpc_swe.base.records import Role, Sampling, Task
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store import tasks, trajectories
+from hpc_swe.base.store.parquet import tasks, trajectories
 from hpc_swe.config import job_counts
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.launch.trajectories import demonstrations
 from hpc_swe.models.model_shape import ModelShape
-from hpc_swe.roles.coordinator import sft
 from hpc_swe.roles.coordinator.batching.batches import BatchSettings
 from hpc_swe.roles.coordinator.curriculum import TaskPlan, WeightedTasks
 from hpc_swe.roles.coordinator.dispatch import RequestPlan
-from hpc_swe.roles.coordinator.evaluation import Evaluating, Evaluator
 from hpc_swe.roles.coordinator.loop import Coordinator, Mode
 from hpc_swe.roles.coordinator.maintenance import Maintenance
-from hpc_swe.roles.coordinator.replay import ArchiveReplay
+from hpc_swe.roles.coordinator.modes import sft
+from hpc_swe.roles.coordinator.modes.evaluation import Evaluating, Evaluator
+from hpc_swe.roles.coordinator.modes.replay import ArchiveReplay
+from hpc_swe.roles.coordinator.modes.training import Training
 from hpc_swe.roles.coordinator.supervision import Supervision
-from hpc_swe.roles.coordinator.training import Training
 from jobs import entry
 
 

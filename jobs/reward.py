@@ -8,7 +8,7 @@ from functools import partial
 from hpc_swe.agents.sandboxes.base import WatchedSandboxes
 from hpc_swe.base.records import Task
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store import tasks
+from hpc_swe.base.store.parquet import tasks
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.roles.reward import alone
 from hpc_swe.roles.reward.worker import RewardResources, judge, worker

@@ -2,7 +2,7 @@
 
 from hpc_swe.agents.sandboxes.base import WatchedSandboxes
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store import tasks
+from hpc_swe.base.store.parquet import tasks
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.config.tokenization import token_builder
 from hpc_swe.roles.rollout.endpoints import Endpoints

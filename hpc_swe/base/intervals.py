@@ -11,7 +11,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_swe.base.store.evals import Attempt
+from hpc_swe.base.store.parquet.evals import Attempt
 
 DRAWS = 10_000
 POWER, LEVEL = 0.8, 0.05

@@ -23,8 +23,8 @@ from hpc_swe.agents.sandboxes.base import ImageSandboxes
 from hpc_swe.base import cli, intervals, shipped, tables
 from hpc_swe.base.errors import DeadlineError, HpcSweError
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store import evals
-from hpc_swe.base.store.evals import Attempt
+from hpc_swe.base.store.parquet import evals
+from hpc_swe.base.store.parquet.evals import Attempt
 from hpc_swe.base.tables import console, say
 from hpc_swe.cluster.processes import completed
 from hpc_swe.config import config as configuration

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from hpc_swe.base import intervals, tables
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store.evals import Attempt
+from hpc_swe.base.store.parquet.evals import Attempt
 from hpc_swe.demo.stages import curve
 from hpc_swe.tasks.swebench_rows import columns, read_records
 

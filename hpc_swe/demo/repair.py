@@ -25,7 +25,8 @@ from hpc_swe.base import cli, loader, tables
 from hpc_swe.base.errors import ConfigError, DeadlineError, HpcSweError
 from hpc_swe.base.records import Record, Sampling
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store import atomic, evals, weights
+from hpc_swe.base.store import atomic, weights
+from hpc_swe.base.store.parquet import evals
 from hpc_swe.base.tables import console, say
 from hpc_swe.cluster.processes import completed
 from hpc_swe.config import config as configuration

@@ -19,7 +19,7 @@ from hpc_swe.launch import checks, create, existing, preview, results, submit
 from hpc_swe.launch.control import carry_out, print_result, stop
 from hpc_swe.launch.plan import plan_start
 from hpc_swe.launch.watch import left, watch
-from hpc_swe.roles.coordinator.replay import archived_steps
+from hpc_swe.roles.coordinator.modes.replay import archived_steps
 
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:

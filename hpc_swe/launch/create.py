@@ -19,7 +19,8 @@ from hpc_swe.base import shipped
 from hpc_swe.base.errors import ConfigError, CorruptRecord, StorageError
 from hpc_swe.base.records import RunManifest
 from hpc_swe.base.rundir import PROTOCOL, RunDir
-from hpc_swe.base.store import atomic, folders, tasks, trajectories
+from hpc_swe.base.store import atomic, folders
+from hpc_swe.base.store.parquet import tasks, trajectories
 from hpc_swe.cluster.executors.base import own_environment
 from hpc_swe.cluster.processes import completed
 from hpc_swe.config import config as configuration

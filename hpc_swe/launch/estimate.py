@@ -19,7 +19,7 @@ from hpc_swe.config.settings import RunConfig
 from hpc_swe.models.costs import GIB, MemoryEstimate, Part
 from hpc_swe.models.model_shape import ModelShape
 from hpc_swe.models.policies.base import WRITERS
-from hpc_swe.roles.coordinator import evaluation, replay, sft, training
+from hpc_swe.roles.coordinator.modes import evaluation, replay, sft, training
 
 T = TypeVar("T")
 BATCH_TOKEN = 17  # bytes of a token in a batch: id, log-probability, advantage, weight of 4 each; mask

@@ -10,13 +10,14 @@ from hpc_swe.agents.sandboxes.base import ImageSandboxes
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.records import Role, Split, Task
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store import submissions, tasks
-from hpc_swe.base.store.trajectories import Trajectory
+from hpc_swe.base.store import submissions
+from hpc_swe.base.store.parquet import tasks
+from hpc_swe.base.store.parquet.trajectories import Trajectory
 from hpc_swe.cluster.executors.base import Submission
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.launch import estimate, existing, submit, trajectories
 from hpc_swe.launch.estimate import Costs, RoleJobs
-from hpc_swe.roles.coordinator import replay
+from hpc_swe.roles.coordinator.modes import replay
 from hpc_swe.tasks import task_checks
 
 log = logging.getLogger(__name__)

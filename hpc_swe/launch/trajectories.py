@@ -23,14 +23,15 @@ from hpc_swe.base import records, tables
 from hpc_swe.base.errors import AgentError, ConfigError
 from hpc_swe.base.records import Message, RunManifest, Sample, Split
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store import atomic, trajectories
-from hpc_swe.base.store.trajectories import Trajectory
+from hpc_swe.base.store import atomic
+from hpc_swe.base.store.parquet import trajectories
+from hpc_swe.base.store.parquet.trajectories import Trajectory
 from hpc_swe.config import config as configuration
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.config.tokenization import token_builder
 from hpc_swe.launch import existing
-from hpc_swe.roles.coordinator import sft
 from hpc_swe.roles.coordinator.dispatch import stable_hash
+from hpc_swe.roles.coordinator.modes import sft
 
 MOST_COMPLAINTS = 5
 Encoded = tuple[Sequence[int] | records.IdArray, Sequence[int] | np.ndarray]

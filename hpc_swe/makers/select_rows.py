@@ -21,7 +21,8 @@ from hpc_swe.base import cli, intervals, loader, tables
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.records import RunManifest
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store import atomic, evals
+from hpc_swe.base.store import atomic
+from hpc_swe.base.store.parquet import evals
 from hpc_swe.base.tables import console, say
 from hpc_swe.tasks.sets.base import ReadsRows
 from hpc_swe.tasks.swebench_rows import columns, read_records

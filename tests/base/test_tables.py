@@ -13,7 +13,7 @@ from rich.table import Table
 from hpc_swe.base import tables
 from hpc_swe.base.records import RoleStatus, Sampling, StatusReport, WeightVersion
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store.evals import Attempt
+from hpc_swe.base.store.parquet.evals import Attempt
 from hpc_swe.config import config as configuration
 from hpc_swe.launch import preview
 from hpc_swe.launch.plan import RunPlan

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from hpc_swe.base.errors import ConfigError
-from hpc_swe.base.store.evals import Attempt
+from hpc_swe.base.store.parquet.evals import Attempt
 from hpc_swe.demo import learned
 from hpc_swe.demo.learned import ModelResult
 from hpc_swe.demo.repair import Clock, Repair

@@ -39,9 +39,9 @@ from hpc_swe.roles.coordinator.batching import batches
 from hpc_swe.roles.coordinator.batching.batches import BatchSettings
 from hpc_swe.roles.coordinator.curriculum import TaskPlan, WeightedTasks
 from hpc_swe.roles.coordinator.dispatch import RequestPlan
-from hpc_swe.roles.coordinator.evaluation import Evaluator
 from hpc_swe.roles.coordinator.maintenance import Maintenance
-from hpc_swe.roles.coordinator.training import Training
+from hpc_swe.roles.coordinator.modes.evaluation import Evaluator
+from hpc_swe.roles.coordinator.modes.training import Training
 from tests.kit.constants import varied
 
 STEPS = 3

@@ -31,8 +31,9 @@ from hpc_swe.base.records import (
     WeightVersion,
 )
 from hpc_swe.base.rundir import PROTOCOL, RunDir
-from hpc_swe.base.store import atomic, evals
-from hpc_swe.base.store.evals import Attempt
+from hpc_swe.base.store import atomic
+from hpc_swe.base.store.parquet import evals
+from hpc_swe.base.store.parquet.evals import Attempt
 from hpc_swe.config import config as configuration
 from hpc_swe.launch.create import encoded
 from hpc_swe.roles.coordinator import archive

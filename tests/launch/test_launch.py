@@ -13,7 +13,8 @@ import pytest
 from hpc_swe.base.errors import ConfigError, DeadlineError, StaleRun, StorageError
 from hpc_swe.base.records import RunManifest
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store import atomic, stop_signs, submissions, supervision, tasks
+from hpc_swe.base.store import atomic, stop_signs, submissions, supervision
+from hpc_swe.base.store.parquet import tasks
 from hpc_swe.config import config as configuration
 from hpc_swe.config.settings import StopConfig
 from hpc_swe.launch import control, create, existing, plan, submit

@@ -14,8 +14,9 @@ import pytest
 
 from hpc_swe.base.records import WeightManifest, WeightVersion
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store import atomic, evals, folders, sharing
-from hpc_swe.base.store.evals import Attempt
+from hpc_swe.base.store import atomic, folders, sharing
+from hpc_swe.base.store.parquet import evals
+from hpc_swe.base.store.parquet.evals import Attempt
 from hpc_swe.config import config as configuration
 from hpc_swe.launch import control, existing
 from tests.kit.checkout import ROOT

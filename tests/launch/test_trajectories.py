@@ -11,7 +11,7 @@ import pytest
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.records import Message, ToolCall, id_array
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store import trajectories as stored
+from hpc_swe.base.store.parquet import trajectories as stored
 from hpc_swe.config import config as configuration
 from hpc_swe.config.tokenization import token_builder
 from hpc_swe.launch import checks, control, create, existing, plan, trajectories

@@ -19,7 +19,7 @@ from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.base.errors import ConfigError, SchedulerError
 from hpc_swe.base.records import Score
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store import tasks
+from hpc_swe.base.store.parquet import tasks
 from hpc_swe.config import config as configuration
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.launch import control

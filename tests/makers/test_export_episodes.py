@@ -22,8 +22,8 @@ from hpc_swe.base.records import (
     id_array,
 )
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store import evals
-from hpc_swe.base.store.evals import Attempt
+from hpc_swe.base.store.parquet import evals
+from hpc_swe.base.store.parquet.evals import Attempt
 from hpc_swe.config import config as configuration
 from hpc_swe.config.settings import EvalConfig
 from hpc_swe.config.tokenization import token_builder

@@ -9,8 +9,9 @@ import pytest
 
 from hpc_swe.base.records import RunManifest
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store import atomic, evals
-from hpc_swe.base.store.evals import Attempt
+from hpc_swe.base.store import atomic
+from hpc_swe.base.store.parquet import evals
+from hpc_swe.base.store.parquet.evals import Attempt
 from hpc_swe.makers.select_rows import Band, selected
 from tests.kit.checkout import ROOT, environment
 from tests.kit.waiting import DEADLINE_S

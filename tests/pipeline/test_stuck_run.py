@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from hpc_swe.base.store import atomic, evals, supervision
+from hpc_swe.base.store import atomic, supervision
+from hpc_swe.base.store.parquet import evals
 from hpc_swe.launch import existing
 from hpc_swe.launch.view import RunReader
 from tests.kit import hanging

@@ -16,7 +16,7 @@ from hpc_swe.base.metrics import Log
 from hpc_swe.base.records import Message, Node, Sampling, ScoredEpisode, ToolCall
 from hpc_swe.base.store import atomic
 from hpc_swe.roles.coordinator.dispatch import request
-from hpc_swe.roles.coordinator.evaluation import Evaluating, Evaluator
+from hpc_swe.roles.coordinator.modes.evaluation import Evaluating, Evaluator
 from hpc_swe.view.exhibits import exhibit
 from tests.kit.coordinator_kit import HELD_OUT, STEPS, finish, make_maintenance, result, rundir, save, work
 from tests.kit.waiting import DEADLINE_S

@@ -1,4 +1,4 @@
-"""Start commands of `process` sandboxes in forks of one warm interpreter; `_forks.py` runs in it.
+"""Start commands of `process` sandboxes in forks of one warm interpreter; `_inside/forks.py` runs in it.
 
 Starting an interpreter and loading pytest takes ten times the processor time of a fork, and a fork of this
 process could not leave its threads behind. So each process keeps one interpreter, which ends with it.
@@ -19,14 +19,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_swe.agents.sandboxes._descriptors import send_files
 from hpc_swe.agents.sandboxes._exchange import collected, output_file
-from hpc_swe.agents.sandboxes._program import thread_variables
+from hpc_swe.agents.sandboxes._inside.descriptors import send_files
+from hpc_swe.agents.sandboxes._inside.program import thread_variables
 from hpc_swe.base.errors import SandboxError
 from hpc_swe.cluster.processes import kill_and_wait
 
-_NAMES = ("_descriptors.py", "_program.py", "_forks.py")
-_TEXTS = [Path(__file__).with_name(name).read_text() for name in _NAMES]
+_NAMES = ("descriptors.py", "program.py", "forks.py")
+_TEXTS = [Path(__file__).with_name("_inside").joinpath(name).read_text() for name in _NAMES]
 _PROGRAM = re.sub(r"(?m)^from hpc_swe.*$", "", "\n\n".join(_TEXTS))
 _START_S = 120.0
 _TRIALS = 2

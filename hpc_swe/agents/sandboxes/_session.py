@@ -1,4 +1,4 @@
-"""Control a container and the sandboxes in it from the host; `_container.py` runs inside."""
+"""Control a container and the sandboxes in it from the host; `_inside/container.py` runs inside."""
 
 import errno
 import fcntl
@@ -20,7 +20,6 @@ from typing import ParamSpec, TypeVar
 import msgspec
 from msgspec import Struct
 
-from hpc_swe.agents.sandboxes._descriptors import send_files
 from hpc_swe.agents.sandboxes._exchange import (
     OUTPUT_BYTES,
     PipedProgram,
@@ -29,6 +28,7 @@ from hpc_swe.agents.sandboxes._exchange import (
     passed_on,
     pipes,
 )
+from hpc_swe.agents.sandboxes._inside.descriptors import send_files
 from hpc_swe.agents.sandboxes._tree import Tree
 from hpc_swe.agents.sandboxes.base import INTERRUPT, Clock, CommandResult, ProgramSession, SessionEnded
 from hpc_swe.base.errors import SandboxError
@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-_PARTS = ("_descriptors.py", "_kernel.py", "_processes.py", "_program.py", "_container.py")
-_TEXTS = [Path(__file__).with_name(name).read_text() for name in _PARTS]
+_PARTS = ("descriptors.py", "kernel.py", "processes.py", "program.py", "container.py")
+_TEXTS = [Path(__file__).with_name("_inside").joinpath(name).read_text() for name in _PARTS]
 PROGRAM = re.sub(r"(?m)^from hpc_swe.*$", "", "\n\n".join(_TEXTS)).encode()
 """What runs in a container, without imports of the texts above."""
 # The interpreter starts again with the image's own environment, without the variables that Apptainer adds or

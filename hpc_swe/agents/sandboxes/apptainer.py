@@ -19,8 +19,8 @@ from typing import ClassVar
 
 import msgspec
 
+from hpc_swe.agents.sandboxes._inside.program import WARM_UP
 from hpc_swe.agents.sandboxes._local import LocalImages
-from hpc_swe.agents.sandboxes._program import WARM_UP
 from hpc_swe.agents.sandboxes._session import Container, Limits
 from hpc_swe.agents.sandboxes._warm import WarmContainers
 from hpc_swe.agents.sandboxes.base import ImageSandboxes, Sandbox, add_files

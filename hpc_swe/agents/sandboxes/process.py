@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from hpc_swe.agents.sandboxes._exchange import OUTPUT_BYTES, PipedProgram, collected, passed_on, pipes
+from hpc_swe.agents.sandboxes._inside.program import thread_variables
 from hpc_swe.agents.sandboxes._interpreter import Command
-from hpc_swe.agents.sandboxes._program import thread_variables
 from hpc_swe.agents.sandboxes._tree import Tree
 from hpc_swe.agents.sandboxes.base import (
     INTERRUPT,

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from hpc_swe.base.errors import CorruptRecord
 from hpc_swe.base.records import Episode, IdArray, ScoredEpisode
 from hpc_swe.base.store import atomic
-from hpc_swe.base.store.evals import CONVERSATION
+from hpc_swe.base.store.parquet.evals import CONVERSATION
 from hpc_swe.roles.coordinator.batching.groups import dispatch_step
 from hpc_swe.roles.coordinator.batching.samples import drop_routing, sampled_tokens
 

@@ -6,8 +6,9 @@ from statistics import fmean
 
 from hpc_swe.base import intervals
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store import atomic, evals
-from hpc_swe.base.store.evals import Attempt
+from hpc_swe.base.store import atomic
+from hpc_swe.base.store.parquet import evals
+from hpc_swe.base.store.parquet.evals import Attempt
 from hpc_swe.config.settings import EvalConfig
 
 

@@ -9,7 +9,7 @@ from rich.progress import TimeRemainingColumn
 
 from hpc_swe.base.errors import DeadlineError
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store import tasks
+from hpc_swe.base.store.parquet import tasks
 from hpc_swe.base.tables import bars
 from hpc_swe.config.settings import WAIT_S, RunConfig
 from hpc_swe.launch.view import RunView, duration

@@ -20,8 +20,9 @@ from hpc_swe.base.errors import ConfigError, boundary
 from hpc_swe.base.intervals import Estimate
 from hpc_swe.base.records import Outcome, Record, RunManifest, Sampling, Score, Task
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store import atomic, evals, tasks
-from hpc_swe.base.store.evals import Attempt
+from hpc_swe.base.store import atomic
+from hpc_swe.base.store.parquet import evals, tasks
+from hpc_swe.base.store.parquet.evals import Attempt
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.tasks.graders.base import GradedPatch
 

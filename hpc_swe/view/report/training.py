@@ -15,7 +15,7 @@ from hpc_swe.roles.coordinator.batching import batches
 from hpc_swe.roles.coordinator.batching.batches import BatchSettings
 from hpc_swe.roles.coordinator.batching.groups import Group, failure_cause
 from hpc_swe.roles.coordinator.batching.samples import EpisodeSamples, leaf_chains, trained_turns
-from hpc_swe.roles.coordinator.replay import as_member
+from hpc_swe.roles.coordinator.modes.replay import as_member
 
 WHY = {
     "no_signal": "all advantages of its group are 0",

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 
 from hpc_swe.agents.sandboxes import _interpreter
-from hpc_swe.agents.sandboxes._descriptors import send_files
+from hpc_swe.agents.sandboxes._inside.descriptors import send_files
 
 NOBODY = 65534
 PYTHON = os.path.realpath(sys.executable)  # the link in .venv may lie below a home that nobody else enters

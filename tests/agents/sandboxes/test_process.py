@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpc_swe.agents.sandboxes import _interpreter, process
-from hpc_swe.agents.sandboxes._program import WARM_UP, thread_variables
+from hpc_swe.agents.sandboxes._inside.program import WARM_UP, thread_variables
 from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.cluster.processes import with_variable
 from tests.kit.checkout import ROOT, environment

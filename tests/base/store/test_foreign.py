@@ -5,7 +5,8 @@ from msgspec.structs import replace
 
 from hpc_swe.base.errors import CorruptRecord
 from hpc_swe.base.records import Manifest, Node
-from hpc_swe.base.store import atomic, folders, tasks
+from hpc_swe.base.store import atomic, folders
+from hpc_swe.base.store.parquet import tasks
 from hpc_swe.base.store.spool import STATES
 from tests.kit.scripted import SMALL
 from tests.kit.store_samples import FILES, publish, request, shown, spool

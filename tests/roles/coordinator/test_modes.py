@@ -24,15 +24,16 @@ from hpc_swe.base.records import (
     StatusReport,
     WeightVersion,
 )
-from hpc_swe.base.store import atomic, evals
-from hpc_swe.base.store.evals import Attempt
+from hpc_swe.base.store import atomic
 from hpc_swe.base.store.lease import Lease
+from hpc_swe.base.store.parquet import evals
+from hpc_swe.base.store.parquet.evals import Attempt
 from hpc_swe.base.store.spool import Spool
 from hpc_swe.config.settings import WAIT_S, EvalConfig, GroupsConfig, SupervisionConfig
-from hpc_swe.roles.coordinator import sft
 from hpc_swe.roles.coordinator.batching import batches
-from hpc_swe.roles.coordinator.evaluation import Evaluating, Evaluator, summary
 from hpc_swe.roles.coordinator.loop import Coordinator
+from hpc_swe.roles.coordinator.modes import sft
+from hpc_swe.roles.coordinator.modes.evaluation import Evaluating, Evaluator, summary
 from hpc_swe.roles.coordinator.snapshot import Progress
 from hpc_swe.roles.coordinator.supervision import Supervision
 from tests.kit.coordinator_kit import (

@@ -11,7 +11,7 @@ from hpc_swe.base.store import folders
 from hpc_swe.config.settings import BatchesConfig
 from hpc_swe.models.advantages.grpo import Grpo
 from hpc_swe.roles.coordinator.batching.batches import BatchSettings
-from hpc_swe.roles.coordinator.replay import ArchiveReplay, archived_steps
+from hpc_swe.roles.coordinator.modes.replay import ArchiveReplay, archived_steps
 from tests.kit.coordinator_kit import LIMITS, STEPS, finish, learn, make_maintenance, rundir
 
 SETTINGS = BatchSettings(LIMITS, BatchesConfig(microbatch_tokens=64), Grpo(), 2)

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from hpc_swe.base.store import atomic, weights
 from hpc_swe.base.store.stop_signs import SignRecord
 from hpc_swe.roles.coordinator.batching import batches
-from hpc_swe.roles.coordinator.evaluation import due
+from hpc_swe.roles.coordinator.modes.evaluation import due
 from hpc_swe.roles.coordinator.selection import EvalRate, select, steps_of
 from tests.kit.coordinator_kit import HELD_OUT, KEPT, learn, make_maintenance, reward, rundir, training, work
 

@@ -19,7 +19,7 @@ from hpc_swe.roles.coordinator.batching import batches
 from hpc_swe.roles.coordinator.batching.batches import BatchSettings, GroupDecision
 from hpc_swe.roles.coordinator.batching.groups import Group, Member
 from hpc_swe.roles.coordinator.dispatch import dispatch_end
-from hpc_swe.roles.coordinator.training import AHEAD
+from hpc_swe.roles.coordinator.modes.training import AHEAD
 from tests.kit.made_episodes import scored
 
 STEPS, SLOTS, SIZE, TRAIN_S = 24, 32, 8, 0.4

@@ -9,9 +9,9 @@ import pytest
 from hpc_swe.base.metrics import Log
 from hpc_swe.base.records import Batch, float_array, id_array, ids
 from hpc_swe.base.store import atomic
-from hpc_swe.base.store.trajectories import Trajectory
-from hpc_swe.roles.coordinator import sft
+from hpc_swe.base.store.parquet.trajectories import Trajectory
 from hpc_swe.roles.coordinator.batching import batches
+from hpc_swe.roles.coordinator.modes import sft
 from tests.kit.coordinator_kit import learn, make_maintenance, published, rundir
 
 COUNT, EPOCHS, SIZE = 7, 3, 4

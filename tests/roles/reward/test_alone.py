@@ -13,7 +13,7 @@ import pytest
 from hpc_swe.base.errors import SandboxError
 from hpc_swe.base.records import Episode
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store import tasks
+from hpc_swe.base.store.parquet import tasks
 from hpc_swe.base.store.spool import Spool
 from hpc_swe.config import config as configuration
 from hpc_swe.launch import control

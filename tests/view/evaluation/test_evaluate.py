@@ -21,8 +21,9 @@ from rich.console import Console
 from hpc_swe.base.errors import DeadlineError, HpcSweError, StorageError
 from hpc_swe.base.records import Endpoint, Node, StatusReport, WeightVersion
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store import atomic, evals, submissions, tasks
-from hpc_swe.base.store.evals import Attempt
+from hpc_swe.base.store import atomic, submissions
+from hpc_swe.base.store.parquet import evals, tasks
+from hpc_swe.base.store.parquet.evals import Attempt
 from hpc_swe.base.store.submissions import Started, Submitted
 from hpc_swe.cluster.executors.base import Job
 from hpc_swe.cluster.executors.local import Local

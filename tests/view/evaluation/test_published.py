@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hpc_swe.base.store import evals
+from hpc_swe.base.store.parquet import evals
 from tests.kit.checkout import ROOT
 from tests.kit.published import ROWS, SUM
 from tests.kit.small_evaluation import Small, environment

@@ -11,8 +11,9 @@ from hpc_swe.base import intervals
 from hpc_swe.base.errors import ConfigError, CorruptRecord
 from hpc_swe.base.records import Message, RunManifest, Sampling, Score, Task, ToolCall
 from hpc_swe.base.rundir import PROTOCOL, RunDir
-from hpc_swe.base.store import atomic, evals, tasks
-from hpc_swe.base.store.evals import Attempt
+from hpc_swe.base.store import atomic
+from hpc_swe.base.store.parquet import evals, tasks
+from hpc_swe.base.store.parquet.evals import Attempt
 from hpc_swe.config import config as configuration
 from hpc_swe.tasks.graders.base import GradedPatch
 from hpc_swe.tasks.graders.swebench import Swebench

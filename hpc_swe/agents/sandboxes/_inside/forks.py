@@ -1,7 +1,7 @@
 # ruff: noqa: BLE001, PTH101, PTH123
 """Fork the commands of `process` sandboxes from an interpreter that has loaded pytest.
 
-The program is sent to the interpreter as text, after those of `_descriptors` and `_program`: standard library
+The program is sent to the interpreter as text, after those of `descriptors` and `program`: standard library
 only. It reads nothing but the host's requests, and no code of a task runs in it. For each request it forks a
 reaper, which forks the command. The reaper adopts all orphans of the command, so it can end every process
 that the command has started, and does so when the command has ended or the host says so or is gone.
@@ -21,8 +21,8 @@ import traceback
 from typing import Any, NoReturn
 
 # In the interpreter, these are in the texts above this one.
-from hpc_swe.agents.sandboxes._descriptors import send_files
-from hpc_swe.agents.sandboxes._program import WARM_UP, execute, fork_for, reap
+from hpc_swe.agents.sandboxes._inside.descriptors import send_files
+from hpc_swe.agents.sandboxes._inside.program import WARM_UP, execute, fork_for, reap
 
 PR_SET_CHILD_SUBREAPER = 36
 

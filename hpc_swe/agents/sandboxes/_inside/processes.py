@@ -1,7 +1,7 @@
 # ruff: noqa: PTH123
 """Watch, stop and kill the processes of a sandbox from its process 1.
 
-The text is sent to the container above that of `_container`: standard library only.
+The text is sent to the container above that of `container`: standard library only.
 """
 
 import contextlib
@@ -12,8 +12,8 @@ import time
 from typing import NamedTuple
 
 # In a container, these are in the texts above.
-from hpc_swe.agents.sandboxes._descriptors import InFlight
-from hpc_swe.agents.sandboxes._kernel import KernelMemory, locks_too_much, others
+from hpc_swe.agents.sandboxes._inside.descriptors import InFlight
+from hpc_swe.agents.sandboxes._inside.kernel import KernelMemory, locks_too_much, others
 
 KILLING_S = 5.0
 """Seconds in which processes are stopped or killed one by one, before all of them are killed at once."""

@@ -5,7 +5,7 @@ Page tables, mappings and the buffers of pipes count in the sum of memory that p
 bound of their own. A lock of a file that the sandbox shares with others, such as /dev/null, would hold up
 programs outside of it, so whoever takes one is killed.
 
-The text is sent to the container above that of `_processes`: standard library only.
+The text is sent to the container above that of `processes`: standard library only.
 """
 
 import contextlib

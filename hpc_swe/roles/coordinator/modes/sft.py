@@ -34,7 +34,7 @@ from hpc_swe.base.records import (
 )
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import folders
-from hpc_swe.base.store.trajectories import Trajectory
+from hpc_swe.base.store.parquet.trajectories import Trajectory
 from hpc_swe.roles.coordinator.batching import batch_metrics, batches
 from hpc_swe.roles.coordinator.batching.batches import BatchPlan
 from hpc_swe.roles.coordinator.batching.packing import pack_minibatches, token_weights

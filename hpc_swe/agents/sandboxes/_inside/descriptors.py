@@ -7,7 +7,7 @@ sandbox may open a quarter of what the host may, so they are refused first, all 
 counts a message after it has checked the limit, so many threads at once can exceed it. Therefore process 1
 of each sandbox checks whether the user has too many in flight, and kills its programs if some are theirs.
 
-The text is sent to the container above that of `_container`: standard library only.
+The text is sent to the container above that of `container`: standard library only.
 """
 
 import contextlib

@@ -18,8 +18,9 @@ from hpc_swe.base.errors import CorruptRecord
 from hpc_swe.base.metrics import Log
 from hpc_swe.base.records import Outcome, RolloutRequest
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store import atomic, evals, weights
-from hpc_swe.base.store.evals import Attempt
+from hpc_swe.base.store import atomic, weights
+from hpc_swe.base.store.parquet import evals
+from hpc_swe.base.store.parquet.evals import Attempt
 from hpc_swe.config.settings import EvalConfig
 from hpc_swe.roles.coordinator.batching.groups import Group, Key, Ledger, Member, failure_cause
 from hpc_swe.roles.coordinator.batching.samples import sampled_tokens

@@ -1,8 +1,8 @@
 # ruff: noqa: BLE001
 """Run a program in a fork of an interpreter that has loaded what programs need.
 
-The text is sent to a container above that of `_container`, and to the interpreter of `process` sandboxes
-above that of `_forks`: standard library only.
+The text is sent to a container above that of `container`, and to the interpreter of `process` sandboxes
+above that of `forks`: standard library only.
 """
 
 import contextlib

@@ -30,7 +30,7 @@ from hpc_swe.roles.coordinator.batching.samples import add_routing, sampled_toke
 from hpc_swe.roles.coordinator.collect import ResultCollector
 from hpc_swe.roles.coordinator.curriculum import TaskPlan
 from hpc_swe.roles.coordinator.dispatch import RATE_FLOOR, dispatch_end
-from hpc_swe.roles.coordinator.evaluation import Evaluator
+from hpc_swe.roles.coordinator.modes.evaluation import Evaluator
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
 
 AHEAD = 1

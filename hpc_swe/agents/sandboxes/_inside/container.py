@@ -32,9 +32,9 @@ import traceback
 from typing import Any, NoReturn
 
 # In a container, these are in the texts above this one.
-from hpc_swe.agents.sandboxes._descriptors import most_open_files, send_files
-from hpc_swe.agents.sandboxes._processes import Processes
-from hpc_swe.agents.sandboxes._program import execute, fork_for, reap, thread_variables
+from hpc_swe.agents.sandboxes._inside.descriptors import most_open_files, send_files
+from hpc_swe.agents.sandboxes._inside.processes import Processes
+from hpc_swe.agents.sandboxes._inside.program import execute, fork_for, reap, thread_variables
 
 NEW_NAMESPACES = 0x10000000 | 0x20000000 | 0x00020000 | 0x40000000 | 0x08000000 | 0x04000000 | 0x02000000
 MS_RDONLY, MS_NOSUID_NOEXEC, MS_NOSUID_NODEV_NOEXEC = 1, 10, 14

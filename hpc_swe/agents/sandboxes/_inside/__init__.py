@@ -1,0 +1,1 @@
+"""Programs that are sent to containers and interpreters as text: standard library only."""
