@@ -43,17 +43,6 @@ SMALL = [
 ]
 
 
-WARM_STEPS = 450
-WARM = [
-    f"steps={WARM_STEPS}",
-    f"learner.export_every={WARM_STEPS}",
-    f"learner.checkpoint_every={WARM_STEPS}",
-    "learner.optimizer.lr=6e-3",
-    "policy.tensor_parallel=1",  # a second rank of so small a model mostly waits for the first, and spins
-]
-"""What makes the demo's warm start short."""
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _leave_no_link(tmp_path_factory):
     """What tests have started keeps no `make setup` from filling their environment."""
@@ -115,7 +104,7 @@ def _is_mine(lock) -> bool:
 
 def _make_warm(small_run, cold: Path) -> Path:
     subprocess.run([sys.executable, "-m", "hpc_swe.demo.model", "--out", cold, "--seed", "3"], check=True)
-    run = small_run("sft", "demo_sft", f"model={cold}", *WARM)
+    run = small_run("sft", "demo_sft", f"model={cold}")
     version = weights.newest(run)
     assert version is not None
     return run.weight(version)

@@ -69,7 +69,7 @@ BUDGETS = {
     "hpc_swe/cluster": 621,
     "hpc_swe/cluster/executors": 928,  # jobs run from a file of their node
     "hpc_swe/config": 1_263,  # says what has become of removed keys
-    "hpc_swe/demo": 922,  # builds its image; what a published model learns, with controls, in one command
+    "hpc_swe/demo": 926,  # builds its image; what a published model learns, with controls, in one command
     "hpc_swe/launch": 2_873,  # notes which environment a run uses; gives weights away, and deletes the rest
     "hpc_swe/launch/doctor": 1_429,  # judges sizes of jobs, the C library and kernels
     "hpc_swe/makers": 2_240,  # statements with the function at fault, rows by pass rate, the share sealed
@@ -88,7 +88,7 @@ BUDGETS = {
     "hpc_swe/roles/rollout": 1_768,  # three APIs of agent programs
     "hpc_swe/tasks": 1_830,  # reads sets of repositories in their own columns
     "hpc_swe/tasks/graders": 5_465,  # says whose file does what, also of inherited tests; seals assertions
-    "hpc_swe/tasks/sets": 1_828,  # reads published sets in their own columns; gives tests the names they use
+    "hpc_swe/tasks/sets": 1_831,  # reads published sets in their own columns; gives tests the names they use
     "hpc_swe/view": 715,
     "hpc_swe/view/benchmarks": 1_190,
     "hpc_swe/view/evaluation": 531,

@@ -57,6 +57,8 @@ class Demo:
     """Folder of the run that is trained with GRPO; empty: grpo, or the name of the control."""
     quick: bool = False
     """Only the evaluations that GRPO makes while it trains are made."""
+    steps: int = 0
+    """Steps of GRPO; 0: those of the configuration."""
     given: Path | None = None
     """Folder of a model to start from, in place of one with random weights."""
     stage_minutes: float = 30.0
@@ -91,13 +93,19 @@ class Demo:
             )
         return folder
 
-    def stage(self, name: str, model: Path, *more: str) -> RunDir:
-        """Run one stage to its end, unless it has finished already; return its run folder."""
-        run = RunDir((self.root / name).absolute())
+    def words(self, model: Path, *more: str) -> list[str]:
+        """Return the files and overrides of a stage; `more` holds those that it has beside the demo's."""
         files = [word for word in more if "=" not in word]
         words = [f"configs/{word}.toml" for word in ("demo", *files)]
         words += [f"seed={self.seed}", f'model="{model.absolute()}"']
         words += [*(word for word in more if "=" in word), *of_stage(self.overrides, files)]
+        if self.steps and not files:  # only GRPO and its controls have no file of their own
+            words += [f"steps={self.steps}"]
+        return words
+
+    def stage(self, name: str, model: Path, *more: str) -> RunDir:
+        """Run one stage to its end, unless it has finished already; return its run folder."""
+        run, words = RunDir((self.root / name).absolute()), self.words(model, *more)
         config = configuration.from_words(words)
         if config.executor.is_here:
             config = configuration.from_words([*words, "executor.foreground=true"])
@@ -206,7 +214,7 @@ def main() -> None:
     """Run the demo that the command line describes."""
     os.umask(0o077)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
-    what = "Run the whole loop: on this machine, and without arguments, in 10 to 20 minutes."
+    what = "Run the whole loop: on this machine, and without arguments, in 5 to 10 minutes."
     parser = cli.parser("hpc_swe.demo", what, *EXAMPLES)
     add = parser.add_argument
     add("--seed", type=int, default=0, help="decides the weights at the start and the order of the tasks")
@@ -219,14 +227,17 @@ def main() -> None:
     names = "folder of the GRPO run in --out (default: grpo); several share a warm start"
     add("--name", type=run_name, help=names)
     add("--quick", action="store_true", help="evaluate only while GRPO trains, not before and after it")
+    length = "steps of GRPO (default: as the files say; 48 draw a long curve)"
+    add("--steps", type=cli.number(int, 1), default=0, metavar="N", help=length)
     longest = f"minutes that each stage may take, time in a queue included (default: {Demo.stage_minutes:g})"
     add("--stage-minutes", type=cli.number(float, 0.0), default=Demo.stage_minutes, metavar="N", help=longest)
     add("overrides", nargs="*", metavar="CONFIG", help=f"{cli.CONFIG}, for every stage")
     arguments = cli.parse(parser)
     root = arguments.out or Path(os.environ.get("HPC_SWE_RUNS", "runs")) / f"demo-{arguments.seed}"
     try:
-        given = arguments.overrides, arguments.shape, arguments.name or "", arguments.quick, arguments.model
-        run(Demo(root, arguments.seed, *given, arguments.stage_minutes), arguments.control)
+        given = arguments.overrides, arguments.shape, arguments.name or "", arguments.quick, arguments.steps
+        demo = Demo(root, arguments.seed, *given, arguments.model, arguments.stage_minutes)
+        run(demo, arguments.control)
     except KeyboardInterrupt:
         say("stopped; the same command continues from here")
         raise

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from hpc_swe.base.errors import HpcSweError
+from hpc_swe.config import config as configuration
 from hpc_swe.demo.__main__ import Demo, run_name
 from hpc_swe.demo.model import SIZES
 from hpc_swe.demo.stages import of_stage
@@ -46,6 +47,12 @@ def test_a_model_for_shorter_conversations_is_not_taken_either(tmp_path):
     assert Demo(tmp_path, 0, ["rollout.context=256"]).make_model() == tmp_path / "model"
     with pytest.raises(HpcSweError, match="256 tokens, but rollout.context = 512; .* by --out"):
         Demo(tmp_path, 0, []).make_model()
+
+
+def test_a_longer_run_is_asked_for_by_its_steps_and_keeps_its_warm_start(tmp_path):
+    demo = Demo(tmp_path, 0, [GIVEN], steps=7)
+    steps = [configuration.from_words(demo.words(tmp_path, *more)).steps for more in ([], ["demo_sft"])]
+    assert steps == [7, 600]
 
 
 @pytest.mark.slow

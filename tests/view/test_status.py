@@ -171,7 +171,7 @@ class Mute(Local, frozen=True, kw_only=True):
 @pytest.fixture
 def read(run):
     def config(*overrides, executor='executor={type="local"}'):
-        words = ["model=nowhere", 'sandbox={type="process"}', executor, *overrides]
+        words = ["model=nowhere", "steps=48", 'sandbox={type="process"}', executor, *overrides]
         return configuration.read(ROOT / "configs/demo.toml", overrides=words)
 
     return config

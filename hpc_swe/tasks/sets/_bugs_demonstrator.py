@@ -1,9 +1,11 @@
 """Demonstrate a repair of a bug task by a scripted agent, which guesses the operator.
 
 The agent views the module, says what the docstring asks for, replaces the operator with one of the plausible
-ones, and submits. So a warm start teaches the tools, and the choice stays at chance. With its work shown, the
-agent says this before it views the tests, too. Then it writes down each plausible module and the expression
-that each visible test would evaluate, beside the expected value, and rewrites the line as in one of these.
+ones, and submits. So a warm start teaches the tools, and leaves the choice to learn. Each wrong operator is
+twice as likely as the right one, or chance would decide for which words a model's greedy choice is right.
+With its work shown, the agent chooses evenly, and says this before it views the tests, too. Then it writes
+down each plausible module and the expression that each visible test would evaluate, beside the expected
+value, and rewrites the line as in one of these.
 """
 
 import json
@@ -48,7 +50,8 @@ def conversation(
     function: Function, wrong: str, path: str, rng: random.Random, tests: TestFile | None = None
 ) -> Iterator[Message]:
     """Yield the messages of the assistant and of the tools in one episode; given `tests`, also its work."""
-    guess = rng.choice(function.plausible)
+    others = function.plausible[1:] if tests is None else []
+    guess = rng.choice([*function.plausible, *others])
     source = function.source(wrong)
     yield _call("", "view", path=path)
     yield Message(role="tool", content=numbered(source))

@@ -102,16 +102,16 @@ def test_task_n_depends_on_seed_split_and_n_alone() -> None:
     assert len({t.task_id for split in SPLITS for t in tasks(50, split)}) == 100
 
 
-def test_the_demonstrator_is_right_about_one_time_in_three() -> None:
+def test_the_demonstrator_is_right_about_one_time_in_five() -> None:
     right = dict.fromkeys(WORDS, 0)
     seen = dict.fromkeys(WORDS, 0)
     for messages in conversations(1800):
         word, new = said(messages)
         seen[word] += 1
         right[word] += new == WORDS[word]
-    assert sum(right.values()) / 1800 == pytest.approx(1 / 3, abs=0.04)
+    assert sum(right.values()) / 1800 == pytest.approx(1 / 5, abs=0.04)
     for word in WORDS:
-        assert right[word] / seen[word] == pytest.approx(1 / 3, abs=0.11), word
+        assert right[word] / seen[word] == pytest.approx(1 / 5, abs=0.09), word
 
 
 def said(messages: list[Message]) -> tuple[str, str]:
