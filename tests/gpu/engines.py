@@ -17,11 +17,13 @@ engine on a GPU lets vLLM load all weights anew. The log of each engine stays in
 files.
 """
 
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -39,6 +41,7 @@ from hpc_swe.models.policies.base import LossConfig, OptimizerConfig
 from hpc_swe.models.policies.megatron import Megatron
 from hpc_swe.roles.learner.loss import PolicyObjective
 from hpc_swe.roles.learner.publish import Publisher, Snapshots
+from tests.kit.checkout import ROOT, STAND_INS
 from tests.kit.engine_kit import CPU, TOKEN, make_run, serving, verified
 from tests.kit.engine_kit import SIZES as TINY
 from tests.kit.random_model import save_random
@@ -180,6 +183,9 @@ class Comparison:
             return_routing=self._routes,
             enforce_eager=not CUDA or case != "dense",  # one case has CUDA graphs, as runs have
         )
+        if self._family == "delta-net" and not find_spec("torchvision"):
+            path = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(STAND_INS)))}
+            self._engine = msgspec.structs.replace(self._engine, environ=self._engine.environ | path)
         self._run = make_run(folder / "run")
         self._rng = np.random.default_rng(0)
 

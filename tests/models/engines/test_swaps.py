@@ -12,7 +12,8 @@ pytestmark = pytest.mark.slow
 from tests.gpu import engines  # noqa: E402
 from tests.kit.checkout import ROOT, environment  # noqa: E402
 
-CASES = [case for case in engines.CASES if case in ("qwen2-2", "mistral", "experts") or engines.CUDA]
+ON_CPUS = ("qwen2-2", "mistral", "experts", "delta-net")
+CASES = [case for case in engines.CASES if case in ON_CPUS or engines.CUDA]
 
 
 @pytest.fixture(scope="module")
