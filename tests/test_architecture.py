@@ -65,10 +65,10 @@ BUDGETS = {
     "hpc_swe/agents/tools": 1_784,
     "hpc_swe/base": 1_617,  # finds what a wheel brings; says which class to inherit; the interval of a share
     "hpc_swe/base/records": 579,
-    "hpc_swe/base/store": 1_967,  # lets a group read a part of a run
+    "hpc_swe/base/store": 1_969,  # lets a group read a part of a run
     "hpc_swe/cluster": 621,
     "hpc_swe/cluster/executors": 928,  # jobs run from a file of their node
-    "hpc_swe/config": 1_263,  # says what has become of removed keys
+    "hpc_swe/config": 1_262,  # says what has become of removed keys
     "hpc_swe/demo": 926,  # builds its image; what a published model learns, with controls, in one command
     "hpc_swe/launch": 2_873,  # notes which environment a run uses; gives weights away, and deletes the rest
     "hpc_swe/launch/doctor": 1_429,  # judges sizes of jobs, the C library and kernels

@@ -34,7 +34,7 @@ MAY_CHANGE = (
     *("steps", "counts", "by_hand", "max_restarts", "poll_s", "executor", "inference", "reward"),
     *("share", "tracker", "lease", "supervision", "retention", "stop", "batches.microbatch_tokens"),
     *("eval.every", "eval.patience"),
-    *("policy.recompute", "policy.logprob_chunk", "policy.delta_base", "policy.offload_optimizer"),
+    *("policy.recompute", "policy.delta_base", "policy.offload_optimizer"),
     *("policy.tensor_parallel", "policy.pipeline_parallel", "policy.context_parallel"),
     *("policy.expert_parallel", "policy.sequence_parallel"),
     *("sft.validate_every",),

@@ -2,6 +2,7 @@
 
 REMOVED = {
     "agent.home": "HOME of an agent's program is /tmp/agent",
+    "agent.most_chars": "the fields of agent.tools shorten answers of tools; the rest is constant",
     "agent.options": "pytest prints what the agent needs",
     "agent.port": "the loopback of a sandbox is its own, so any port is free",
     "batches.constant_length": "it is 1,024 tokens, and only scales the gradient",
@@ -31,6 +32,7 @@ REMOVED = {
     "learner.max_skipped": "after three batches in a row without a finite gradient the learner ends",
     "learner.poll_s": "write poll_s above all tables",
     "policy.distributed_optimizer": "data-parallel ranks always share the optimizer's state",
+    "policy.logprob_chunk": "logits exist for 2,048 tokens at one time",
     "policy.replay_routing": "engine.return_routing = true lets the learner take the experts of engines",
     "retention.free_space_floor_gb": "below 0.2 GB of free space no request is dispatched",
     "retention.keep_last": "the three newest versions of the weights are kept",
@@ -59,5 +61,6 @@ REMOVED = {
     "sft.min_reward": "hpc_swe.export_episodes has --min-reward",
     "sft.source": "files of sft.trajectories are trained if there are any, and demonstrations otherwise",
     "sft.too_long": "a conversation over rollout.context is cut after its last turn that fits",
+    "stop.batches": "three batches in a row that show a sign end a run",
 }
 """Name of a key that 0.2 has removed -> what holds instead."""

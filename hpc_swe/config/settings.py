@@ -117,15 +117,13 @@ class BatchesConfig(Record, frozen=True, kw_only=True):
 class StopConfig(Record, frozen=True, kw_only=True):
     """A run of mode grpo ends early, for a reason that `status` shows, when batches in a row show a sign."""
 
-    batches: Positive = 3
-    """Batches in a row, all of which must show the same sign."""
     entropy_low: Annotated[float, Meta(ge=0)] = 0.0
     """Sign: policy/entropy is below this; 0 is off, as for all signs."""
     entropy_high: Annotated[float, Meta(ge=0)] = 0.0
     """Sign: policy/entropy is above this."""
     length_growth: Annotated[float, Meta(ge=0)] = 0.0
-    """Sign: episodes/tokens is above this many times its mean over the first `batches` batches of the run, or
-    of those that this release has trained."""
+    """Sign: episodes/tokens is above this many times its mean over the first three batches of the run, or of
+    those that this release has trained."""
     gap: Annotated[float, Meta(ge=0)] = 0.0
     """Sign: gap/k3, the divergence of the learner from the sampler, is above this."""
     all_solved: Annotated[float, Meta(ge=0, lt=1)] = 0.0

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from hpc_swe.agents.loops._answers import BadAnswer, Form, changes
 from hpc_swe.agents.loops.base import Agent, Chat, ContextFull, Preface, Reply, Result
@@ -52,8 +53,7 @@ class AnswerAgent(Plugin, Agent, frozen=True, kw_only=True):
     """System message; empty asks for the form in words of our own."""
     timeout_s: float = 30.0
     """Seconds of one run of the visible tests."""
-    most_chars: int = 2000
-    """Characters, from the end, of what the visible tests print."""
+    most_chars: ClassVar[int] = 2000  # from the end of what the visible tests print
 
     @property
     def budget_s(self) -> float:

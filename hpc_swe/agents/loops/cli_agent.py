@@ -52,8 +52,7 @@ class CliAgent(Plugin, Agent, frozen=True, kw_only=True):
     """Seconds that the command may take, without those at the engines."""
     exit_codes: dict[str, ExitStatus] = {}
     """Exit code -> how the episode ended, besides 0, which is submitted; any other is an agent_error."""
-    most_chars: int = 20_000
-    """Characters of the program's output in the record."""
+    most_chars: ClassVar[int] = 20_000  # of the program's output, in the record
     # Outside the work directory: what the program stores in HOME must not become part of the patch.
     home: ClassVar[str] = "/tmp/agent"  # noqa: S108 - of the sandbox
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import msgspec
 
@@ -32,8 +33,7 @@ class ToolAgent(Plugin, Agent, frozen=True, kw_only=True):
     """Replies of the policy after which an episode ends."""
     tool_budget_s: float = 300.0
     """Seconds for all tool calls of an episode together; a command that runs at their end is stopped."""
-    most_chars: int = 10_000
-    """Characters of one tool's answer."""
+    most_chars: ClassVar[int] = 10_000  # of one tool's answer; tools of long output have smaller limits
     system_prompt: str = "Fix the bug."
     """System message; empty sends none."""
     nudge: str = "Call a tool."

@@ -9,6 +9,8 @@ from hpc_swe.base.records import Record
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic
 
+BATCHES = 3  # in a row that show the same sign end a run
+
 
 class StepSigns(Record, frozen=True, kw_only=True):
     """Hold what one step has shown."""
@@ -42,7 +44,7 @@ def read(run: RunDir) -> SignRecord:
 def forgive(run: RunDir) -> None:
     """Forget the reason and the steps that led to it, but not the first steps, with which others compare."""
     known = read(run)
-    first = known.steps[: int(known.bounds.get("batches", 0))]
+    first = known.steps[: int(known.bounds.get("batches", BATCHES))]
     if not known.bounds:
         first = [each for place, each in enumerate(known.steps) if each.step == place]
     if known.reason:

@@ -23,8 +23,8 @@ def enter(
     are entered, with whose length a bound that is set later compares. `check` is called just before the
     record is written, and prevents it by an error. Raise StorageError when it cannot be written.
     """
-    known, count = stop_signs.read(run), config.batches
-    if config == StopConfig(batches=count) and len(known.steps) >= count:
+    known, count = stop_signs.read(run), stop_signs.BATCHES
+    if config == StopConfig() and len(known.steps) >= count:
         return ""
     own = {curve: values[curve] for curve in CURVES if math.isfinite(values.get(curve, math.nan))}
     steps = [*(each for each in known.steps if each.step < step), StepSigns(step=step, values=own)]
@@ -36,9 +36,9 @@ def enter(
 
 
 def reason_of(steps: Sequence[StepSigns], config: StopConfig) -> str:
-    """Return the first sign that each of the last `batches` steps shows; empty when there is none."""
-    last = steps[-config.batches :]
-    if last[-1].step - last[0].step != config.batches - 1:
+    """Return the first sign that each of the last three steps shows; empty when there is none."""
+    last = steps[-stop_signs.BATCHES :]
+    if last[-1].step - last[0].step != stop_signs.BATCHES - 1:
         return ""
     for key, curve, side, limit in _bounds(steps, config):
         values = [each.values.get(curve, math.nan) for each in last]
@@ -59,7 +59,7 @@ def _bounds(steps: Sequence[StepSigns], config: StopConfig) -> Iterator[tuple[st
         yield "gap", "gap/k3", 1, config.gap
     if config.all_solved:
         yield "all_solved", "groups/all_solved", 1, config.all_solved
-    row = [each for n, each in enumerate(steps[: config.batches]) if each.step == steps[0].step + n]
+    row = [each for n, each in enumerate(steps[: stop_signs.BATCHES]) if each.step == steps[0].step + n]
     first = [each.values["episodes/tokens"] for each in row if "episodes/tokens" in each.values]
     if config.length_growth and first:
         yield "length_growth", "episodes/tokens", 1, config.length_growth * fmean(first)

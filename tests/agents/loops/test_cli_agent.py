@@ -69,7 +69,7 @@ def home(tmp_path: Path) -> str:
 def play(tmp_path: Path, words: str, **fields: object) -> tuple[Episode, Rig]:
     fields = {"command": f"python3 {{home}}/client.py {{prompt_file}} {words}", "max_turns": 5} | fields
     table = {"files": {"client.py": CLIENT}, "exit_codes": {"53": "max_turns"}}
-    agent = msgspec.convert(table | fields, varied(CliAgent, home=str(tmp_path / "home")))
+    agent = msgspec.convert(table | fields, varied(CliAgent, home=str(tmp_path / "home"), most_chars=500))
     wait_s = 1.0 if "break" in words else 60.0
     made = rig(
         tmp_path / "run", tmp_path / "model", agent, replies=["a", "b", "c"], wait_s=wait_s, context=2000
@@ -161,7 +161,7 @@ def test_compression_and_side_calls_are_chains_of_their_own(tmp_path: Path) -> N
 
 
 def test_its_work_is_handed_in_and_its_output_kept_short(tmp_path: Path) -> None:
-    made, _ = play(tmp_path, "ask mend flood 0", most_chars=500)
+    made, _ = play(tmp_path, "ask mend flood 0")
     assert "+def f(x, y): return x + y" in made.submission
     assert "client.py" not in made.submission
     assert made.messages[-1].role == "tool"

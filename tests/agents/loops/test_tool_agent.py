@@ -17,14 +17,17 @@ from hpc_swe.base.errors import EngineError, SandboxError
 from hpc_swe.base.records import ToolCall
 from hpc_swe.tasks import patch
 from hpc_swe.tasks.patch import BadPatch, apply, difference, take
+from tests.kit.constants import varied
 from tests.kit.scripted import SMALL, Script, call
 
 TASK = msgspec.structs.replace(SMALL, files={"mod.py": "x = 1\n", "gone.py": "y\n"})
 
 
-def solve(script: Callable[..., Reply], **fields: object) -> tuple[Result, str]:
+def solve(
+    script: Callable[..., Reply], kind: type[ToolAgent] = ToolAgent, **fields: object
+) -> tuple[Result, str]:
     with Process().open(TASK) as sandbox:
-        result = ToolAgent(**fields).solve(TASK, sandbox, script)
+        result = kind(**fields).solve(TASK, sandbox, script)
         return result, take(TASK, sandbox, Process())
 
 
@@ -125,7 +128,7 @@ def test_long_answers_are_cut_and_schemas_shown_on_demand():
     script = Script(
         call("rewrite", path="a", start=1, end=0, new_code="z" * 500), call("view", path="a"), call("submit")
     )
-    result, _ = solve(script, most_chars=50, show_tools=True)
+    result, _ = solve(script, varied(ToolAgent, most_chars=50), show_tools=True)
     head, note, tail = result.messages[5].content.split("\n")
     assert (len(head), note, len(tail)) == (25, "[... at least 452 characters cut ...]", 25)
     assert [tool["function"]["name"] for tool in json.loads(script.tools)][0] == "view"

@@ -43,7 +43,9 @@ def _run(case: dict):
     print("case", case["name"], flush=True)
     case["objective"] = PolicyObjective(convert(case.get("loss", {}), LossConfig))
     device = "gpu" if torch.cuda.is_available() else "cpu"
-    learner = convert({"device": device, "recompute": "none"} | case.get("policy", {}), Megatron).build(
+    policy = {"device": device, "recompute": "none"} | case.get("policy", {})
+    Megatron.logprob_chunk = policy.pop("logprob_chunk", 2048)  # a constant, which small cases shorten
+    learner = convert(policy, Megatron).build(
         Path(case["model"]),
         convert({"warmup_steps": 0, "beta2": 0.95} | case.get("optimizer", {}), OptimizerConfig),
         Path(case.get("reference", case["model"])) if case["objective"].needs_reference else None,

@@ -172,13 +172,13 @@ def test_a_batch_that_is_not_finite_is_skipped_and_kept(model, sequences, tmp_pa
     assert not run.skipped(2).exists()
 
 
-def test_a_sign_that_two_steps_show_is_left_for_the_coordinator(model, sequences, tmp_path, monkeypatch):
-    run = make_run(tmp_path, sequences, 2)
-    monkeypatch.setenv("SIGNS", '{"batches": 2, "gap": 1e-9}')
-    launcher.launch(2, "learn", str(run.root), str(model), "2", "1")
+def test_a_sign_that_three_steps_show_is_left_for_the_coordinator(model, sequences, tmp_path, monkeypatch):
+    run = make_run(tmp_path, sequences, 3)
+    monkeypatch.setenv("SIGNS", '{"gap": 1e-9}')
+    launcher.launch(2, "learn", str(run.root), str(model), "3", "1")
     gaps = [line["gap/k3"] for line in reported(run)[1:]]
     assert [each.values["gap/k3"] for each in stop_signs.read(run).steps] == gaps
-    assert stop_signs.read(run).reason.startswith("gap/k3 was above 1e-09 in steps 0 to 1: ")
+    assert stop_signs.read(run).reason.startswith("gap/k3 was above 1e-09 in steps 0 to 2: ")
 
 
 def test_batches_in_a_row_that_are_not_finite_end_the_learner(model, sequences, tmp_path):

@@ -43,23 +43,18 @@ def test_a_sign_in_three_batches_in_a_row_ends_the_run(run, config, curve, value
     assert reason in found[-1]
 
 
-def test_without_bounds_nothing_ends_and_only_the_first_steps_are_kept(run):
-    assert steps(run, StopConfig(batches=2), {"gap/k3": [9.0] * 5}) == [""] * 5
-    assert [each.step for each in stop_signs.read(run).steps] == [0, 1]
-
-
-def test_a_length_is_compared_with_the_first_steps_when_batches_are_raised(run):
-    """Only so many were kept as there were batches; later ones do not stand in for the others."""
-    steps(run, StopConfig(batches=2), {"episodes/tokens": [100.0] * 2 + [300.0] * 8})
-    found = steps(run, StopConfig(batches=4, length_growth=2), {"episodes/tokens": [300.0] * 4}, 10)
-    assert found[:-1] == [""] * 3
-    assert "above 200 in steps 10 to 13" in found[-1]
+def test_without_bounds_nothing_ends_and_later_ones_know_the_first_steps(run):
+    assert steps(run, StopConfig(), {"episodes/tokens": [100.0] * 3 + [300.0] * 8}) == [""] * 11
+    assert [each.step for each in stop_signs.read(run).steps] == [0, 1, 2]
+    found = steps(run, StopConfig(length_growth=2), {"episodes/tokens": [300.0] * 3}, 11)
+    assert found[:-1] == ["", ""]
+    assert "above 200 in steps 11 to 13" in found[-1]
 
 
 def test_the_record_stays_small_and_knows_the_first_lengths(run):
-    config = StopConfig(batches=2, length_growth=3)
-    assert not any(steps(run, config, {"episodes/tokens": [100.0] * 2 + [250.0] * 40}))
-    assert [each.step for each in stop_signs.read(run).steps] == [0, 1, 40, 41]
+    config = StopConfig(length_growth=3)
+    assert not any(steps(run, config, {"episodes/tokens": [100.0] * 3 + [250.0] * 40}))
+    assert [each.step for each in stop_signs.read(run).steps] == [0, 1, 2, 40, 41, 42]
 
 
 def test_steps_that_are_trained_again_replace_themselves(run):
@@ -71,15 +66,15 @@ def test_steps_that_are_trained_again_replace_themselves(run):
 
 
 def test_a_step_without_a_number_shows_nothing(run):
-    config = StopConfig(batches=2, gap=0.01)
-    assert steps(run, config, {"gap/k3": [0.1, math.nan, 0.1]}) == ["", "", ""]
-    assert steps(run, config, {"gap/k3": [0.1]}, first=3)[0]
+    config = StopConfig(gap=0.01)
+    assert steps(run, config, {"gap/k3": [0.1, math.nan, 0.1, 0.1]}) == [""] * 4
+    assert steps(run, config, {"gap/k3": [0.1]}, first=4)[0]
 
 
 def test_a_person_who_changes_the_bounds_lets_the_run_go_on(run):
-    config = StopConfig(batches=2, length_growth=2)
-    assert steps(run, config, {"episodes/tokens": [100.0, 100.0, 300.0, 300.0]})[-1]
+    config = StopConfig(length_growth=2)
+    assert steps(run, config, {"episodes/tokens": [100.0] * 3 + [300.0] * 3})[-1]
     stop_signs.forgive(run)
     assert stop_signs.read(run).reason == ""
-    assert steps(run, StopConfig(batches=2, length_growth=4), {"episodes/tokens": [390.0] * 9}, 4) == [""] * 9
-    assert steps(run, StopConfig(batches=2, length_growth=4), {"episodes/tokens": [410.0] * 2}, 13)[-1]
+    assert steps(run, StopConfig(length_growth=4), {"episodes/tokens": [390.0] * 9}, 6) == [""] * 9
+    assert steps(run, StopConfig(length_growth=4), {"episodes/tokens": [410.0] * 3}, 15)[-1]

@@ -84,7 +84,7 @@ def learner_memory(
     moment = max((_output(shape, policy, tokens), "the output layer"), (layer, "a layer's backward"))
     computing = [
         Part("activations", f"recompute = {policy.recompute}, T = {tokens}", saved),
-        Part(f"at most: {moment[1]}", f"logprob_chunk = {policy.logprob_chunk}", moment[0]),
+        Part(f"at most: {moment[1]}", f"T = {tokens}", moment[0]),
     ]
     peak = sum(part.bytes for part in held) + saved + moment[0]
     adapters = counts.adapter_parameters(shape, policy)

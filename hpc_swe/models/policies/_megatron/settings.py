@@ -3,7 +3,7 @@
 They have a module of their own, without torch, because the plugin and the code that it loads both need them.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -43,8 +43,7 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
     the core of attention and the layers' inputs. full: all but the layers' inputs. auto: the learner chooses
     the fastest of these that fits, by its estimate for `batches.microbatch_tokens` and the free memory of its
     GPUs when it starts, and logs it; on a CPU none. `launch start --dry-run` says what it will choose."""
-    logprob_chunk: Annotated[int, Meta(gt=0)] = 2048
-    """Number of tokens whose logits exist at one time."""
+    logprob_chunk: ClassVar[int] = 2048  # tokens whose logits exist at one time
     deterministic: bool = False
     """Repeat a step bit for bit on the same GPUs and in the same layout. It takes kernels that add in a fixed
     order. flash-attn-4 has such ones that are as fast for one sequence of 16,384 tokens, and take up to 1.2
