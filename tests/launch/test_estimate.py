@@ -341,7 +341,7 @@ def test_run_that_only_evaluates_keeps_neither_weights_nor_batches(read):
     only = "eval={samples=4, tasks=0, decodings={plain={}, greedy={temperature=0.0}}}"
     found = parts(read("mode=eval", only))
     assert not {"weights/", "checkpoints/", "batches/", "archive/"} & set(found)
-    assert found["evals/"].bytes == 64 * (4 + 1) * 512 * estimate.EPISODE_TOKEN
+    assert found["evals/"].bytes == 128 * (4 + 1) * 512 * estimate.EPISODE_TOKEN
 
 
 @pytest.mark.slow
