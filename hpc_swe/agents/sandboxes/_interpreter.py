@@ -6,7 +6,6 @@ process could not leave its threads behind. So each process keeps one interprete
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -17,17 +16,15 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 
+from hpc_swe.agents.sandboxes import _inside
 from hpc_swe.agents.sandboxes._exchange import collected, output_file
 from hpc_swe.agents.sandboxes._inside.descriptors import send_files
 from hpc_swe.agents.sandboxes._inside.program import thread_variables
 from hpc_swe.base.errors import SandboxError
 from hpc_swe.cluster.processes import kill_and_wait
 
-_NAMES = ("descriptors.py", "program.py", "forks.py")
-_TEXTS = [Path(__file__).with_name("_inside").joinpath(name).read_text() for name in _NAMES]
-_PROGRAM = re.sub(r"(?m)^from hpc_swe.*$", "", "\n\n".join(_TEXTS))
+_PROGRAM = _inside.joined("descriptors", "program", "forks")
 _START_S = 120.0
 _TRIALS = 2
 _REFUSED_S = 1.0

@@ -5,7 +5,6 @@ import fcntl
 import json
 import logging
 import os
-import re
 import select
 import signal
 import socket
@@ -20,6 +19,7 @@ from typing import ParamSpec, TypeVar
 import msgspec
 from msgspec import Struct
 
+from hpc_swe.agents.sandboxes import _inside
 from hpc_swe.agents.sandboxes._exchange import (
     OUTPUT_BYTES,
     PipedProgram,
@@ -38,10 +38,8 @@ log = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-_PARTS = ("descriptors.py", "kernel.py", "processes.py", "program.py", "container.py")
-_TEXTS = [Path(__file__).with_name("_inside").joinpath(name).read_text() for name in _PARTS]
-PROGRAM = re.sub(r"(?m)^from hpc_swe.*$", "", "\n\n".join(_TEXTS)).encode()
-"""What runs in a container, without imports of the texts above."""
+PROGRAM = _inside.joined("descriptors", "kernel", "processes", "program", "container").encode()
+"""What runs in a container."""
 # The interpreter starts again with the image's own environment, without the variables that Apptainer adds or
 # lets through from the host: a process cannot remove from /proc those with which it was started.
 BOOTSTRAP = """

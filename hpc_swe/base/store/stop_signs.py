@@ -44,7 +44,7 @@ def read(run: RunDir) -> SignRecord:
 def forgive(run: RunDir) -> None:
     """Forget the reason and the steps that led to it, but not the first steps, with which others compare."""
     known = read(run)
-    first = known.steps[: int(known.bounds.get("batches", BATCHES))]
+    first = known.steps[:BATCHES]
     if not known.bounds:
         first = [each for place, each in enumerate(known.steps) if each.step == place]
     if known.reason:

@@ -139,7 +139,7 @@ class Ranks(Protocol):
     data_rank: int
     """Index of the batch's rank file that this process consumes."""
     data_size: int
-    """Number of such files: ranks of the same index consume the same."""
+    """Number of rank files of a batch; ranks with the same `data_rank` consume the same one."""
 
     def broadcast(self, value: T) -> T:
         """Return the value of rank 0 on every rank."""

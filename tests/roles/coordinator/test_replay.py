@@ -71,7 +71,7 @@ def test_an_episode_that_is_missing_is_no_smaller_batch(source, again):
 
 def test_settings_that_train_no_group_of_a_step_are_refused(source, again):
     never = msgspec.structs.replace(LIMITS, max_staleness=-(10**9))
-    with pytest.raises(ConfigError, match=r"step_000000.*\(too_old\); set \[groups\]"):
+    with pytest.raises(ConfigError, match=r"step_000000.*\(too_old\); start another with"):
         replay(again, source, BatchSettings(never, SETTINGS.batches, Grpo(), 2))
 
 

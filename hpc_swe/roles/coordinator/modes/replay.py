@@ -94,8 +94,8 @@ class ArchiveReplay:
         if not trained:
             causes = ", ".join(sorted({each.status for each in decisions.values()}))
             raise ConfigError(
-                f"{self._source.archive(self.step)}: with the settings of this replay none of its groups is "
-                f"trained ({causes}); set [groups] and [batches] as in {self._source.config}"
+                f"{self._source.archive(self.step)}: this replay trains none of its groups "
+                f"({causes}); start another with [groups] and [batches] as in {self._source.config}"
             )
         closed = [number for number in numbers if number not in trained]
         plan = BatchPlan(self.step, trained, closed, decisions, CoordinatorState(next_group=numbers[-1] + 1))
