@@ -93,12 +93,3 @@ def test_a_session_ends_when_its_worker_is_killed(kind: str, state: str, tmp_pat
     worker.send_signal(signal.SIGKILL)
     worker.wait(60)
     until(lambda: not [pid for pid, born in found.items() if born and start_time(pid) == born], "their end")
-
-
-@pytest.mark.slow
-def test_many_sessions_of_which_some_are_killed_leave_nothing():
-    require("apptainer")
-    line = [sys.executable, "-m", "tests.bench.debug_soak", "32", "10"]
-    done = subprocess.run(line, env=checkout.environment(), stdout=subprocess.PIPE, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout
-    assert "left: nothing" in done.stdout

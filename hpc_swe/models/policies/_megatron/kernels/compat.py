@@ -1,7 +1,6 @@
 """Repair megatron-core 0.16.1 where it needs Transformer Engine or CUDA.
 
-Each repair names the line of megatron-core that needs it; tests/models/policies/test_compat.py fails for
-each defect that a newer version no longer has. The second half lets the CPU answer calls to CUDA.
+Each repair names the line of megatron-core that needs it. The second half lets the CPU answer calls to CUDA.
 """
 
 import contextlib
