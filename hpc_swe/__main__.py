@@ -29,8 +29,6 @@ COMMANDS = {
     "select_rows": "keep the tasks that a model sometimes solves",
     "export_episodes": "write rewarded episodes as rows to train on",
     "benchmarks.learner": "measure steps of the learner",
-    "benchmarks.sandboxes": "measure what sandboxes and gradings take",
-    "benchmarks.watch": "watch engines and GPUs while runs work",
     "benchmarks.loop": "compare runs over equally many samples",
 }
 """Module below hpc_swe -> what it does."""

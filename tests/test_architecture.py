@@ -27,7 +27,7 @@ FILE_LINES = 400
 LONGER: dict[str, int] = {}
 FUNCTION_LINES, USUAL_FUNCTION_LINES = 60, 28
 TEST_NAME = 70
-TEST_LINES = 52_902  # of all tests and what they share; it may only fall, towards 42,000
+TEST_LINES = 52_781  # of all tests and what they share; it may only fall, towards 42,000
 # Lines of each package, blank ones and docstrings too. A budget is what the package has, rounded up, so that
 # who adds much notices, and says why. The largest packages hold much for these reasons:
 # - makers: four ways to make tasks (rows, images, seeded bugs, git history), each checked in sandboxes;
@@ -57,7 +57,7 @@ TEST_LINES = 52_902  # of all tests and what they share; it may only fall, towar
 # - launch: what a tick cancels under an order, jobs that end before they have reported anything, steps that a
 #   learner saves before its run is stopped, and copies of runs, which have the records of the originals' jobs
 BUDGETS = {
-    "hpc_swe": 90,
+    "hpc_swe": 88,
     "hpc_swe/agents": 80,
     "hpc_swe/agents/chat": 1_213,
     "hpc_swe/agents/loops": 852,  # answers of models that call no tools
@@ -78,7 +78,7 @@ BUDGETS = {
     "hpc_swe/models": 993,
     "hpc_swe/models/advantages": 150,
     "hpc_swe/models/deltas": 980,
-    "hpc_swe/models/engines": 2_910,
+    "hpc_swe/models/engines": 2_904,
     "hpc_swe/models/policies": 7_147,  # values of a checkpoint go straight into their files
     "hpc_swe/roles": 300,
     "hpc_swe/roles/coordinator": 3_310,  # penalties; ends a run of refused weights; batches of archives
@@ -90,7 +90,7 @@ BUDGETS = {
     "hpc_swe/tasks/graders": 5_465,  # says whose file does what, also of inherited tests; seals assertions
     "hpc_swe/tasks/sets": 1_831,  # reads published sets in their own columns; gives tests the names they use
     "hpc_swe/view": 715,
-    "hpc_swe/view/benchmarks": 1_190,
+    "hpc_swe/view/benchmarks": 844,
     "hpc_swe/view/evaluation": 531,
     "hpc_swe/view/report": 850,
     "jobs": 1_170,

@@ -129,7 +129,6 @@ def test_the_help_of_a_command_explains_every_argument(words: tuple[str, ...]) -
         "mine_history REPOSITORY --out=OUT --limit=-1",
         "export_episodes RUN --out=rows.parquet --per-task=-1",
         "doctor --nodes=0",
-        "benchmarks.sandboxes --tasks=0",
     ],
 )
 def test_a_number_that_makes_no_sense_is_refused(line: str) -> None:

@@ -16,8 +16,6 @@ from hpc_swe.models.costs import MemoryEstimate
 
 ByteArray = NDArray[np.uint8]
 Files = dict[str, Identity]  # name of a file -> what tells whether it changed since it was verified
-LOAD = "/hpc_swe/load"
-"""Route of an engine that we start: how many requests it has taken and not answered, as a JSON number."""
 FALLBACK = "weights are reloaded by vLLM"
 """How the line begins in which an engine's log says why vLLM loads weights itself, which is slower."""
 

@@ -5,7 +5,7 @@ asynchronous one and a hybrid one of the same tasks and model, and prints them s
 samples. A sample is an episode that a batch has consumed, trained or not. The first step after each start of
 a learner is left out, because it waits for engines. So are steps that are trained again, as many more as
 `groups.max_staleness` says, whose batches were sampled meanwhile, and as many last ones, because nothing is
-sampled any more while they are trained. `benchmarks.watch`, beside the runs, sees how long GPUs were idle.
+sampled any more while they are trained.
 """
 
 import math
@@ -24,8 +24,6 @@ from hpc_swe.base.records import MetricLine
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.launch import existing
-from hpc_swe.view.benchmarks import watch
-from hpc_swe.view.benchmarks.watch import EngineLook, GpuLook, Look
 
 WAIT, KINDS, PARTS = "step_seconds/wait", ("finished", "trained", "dropped"), 4
 TRAINS = ("reference", "forward", "backward", "optimizer")
@@ -38,8 +36,6 @@ class Step:
     seconds: float
     """From the end of the step before to the end of this one."""
     values: Mapping[str, float]
-    end: float = 0.0
-    """When the step ended, in seconds since 1970."""
 
     @property
     def samples(self) -> float:
@@ -66,7 +62,7 @@ def steps_of(logs: Sequence[Sequence[MetricLine]], ahead: int = 0) -> list[Step]
         new = [line for line in log if WAIT in line.values and line.step > trained]
         ends = list(pairwise(new))
         steps += [
-            Step(line.time - before.time, of_batches[line.step] | line.values, line.time)
+            Step(line.time - before.time, of_batches[line.step] | line.values)
             for before, line in ends[ahead : len(ends) - ahead]
         ]
         trained = max([trained, *(line.step for line in new)])
@@ -106,7 +102,6 @@ class Loop:
     steps: Sequence[Step]
     held_out: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Held-out solve rates in their order, by decoding."""
-    folder: str = ""
 
     @property
     def samples(self) -> float:
@@ -158,20 +153,6 @@ def figures(loop: Loop) -> dict[str, str]:
     return cells
 
 
-def idleness(loop: Loop, looks: Sequence[Look]) -> dict[str, str]:
-    """Return how long engines and GPUs were idle in the run's steps, from what `watch` saw: name -> cell."""
-    seen = [look for look in looks if any(0 <= step.end - look.time <= step.seconds for step in loop.steps)]
-    mine = [look.requests for look in seen if isinstance(look, EngineLook) and look.run == loop.folder]
-    cells = {"engines without a request %": f"{100 * mine.count(0) / len(mine):.1f}"} if mine else {}
-    of_gpus = [look for look in seen if isinstance(look, GpuLook)]
-    for gpu in sorted({look.gpu for look in of_gpus}):
-        of_gpu = [look for look in of_gpus if look.gpu == gpu]
-        cells[f"GPU {gpu} without a kernel %"] = f"{100 - 100 * fmean(look.busy for look in of_gpu):.1f}"
-        gib = [look.gib for look in of_gpu]
-        cells[f"GPU {gpu} GiB"] = f"{min(gib):.1f} to {max(gib):.1f}"
-    return cells
-
-
 def mode(config: RunConfig) -> str:
     """Name the way in which a run trains and samples."""
     if config.hybrid:
@@ -194,14 +175,14 @@ def read(folder: Path) -> Loop:
             if name.startswith("solve/eval/"):
                 held_out.setdefault(name.removeprefix("solve/eval/"), {})[line.step] = value
     rates = {name: [of[step] for step in sorted(of)] for name, of in held_out.items()}
-    return Loop(config, steps, rates, str(folder.resolve()))
+    return Loop(config, steps, rates)
 
 
-def compare(loops: Mapping[str, Loop], looks: Sequence[Look] = ()) -> list[Table]:
+def compare(loops: Mapping[str, Loop]) -> list[Table]:
     """Return the table of rates, and the counts of episodes by decile of their length, shortest first."""
     least = min(loop.samples for loop in loops.values())
     loops = {name: replace(loop, steps=first_samples(loop.steps, least)) for name, loop in loops.items()}
-    columns = {name: figures(loop) | idleness(loop, looks) for name, loop in loops.items()}
+    columns = {name: figures(loop) for name, loop in loops.items()}
     best = max((loop.rate for loop in loops.values() if not loop.config.groups.max_staleness), default=0.0)
     for name, loop in loops.items() if best else ():
         columns[name]["times the best synchronous"] = f"{loop.rate / best:.2f}"
@@ -219,19 +200,15 @@ def compare(loops: Mapping[str, Loop], looks: Sequence[Look] = ()) -> list[Table
 @cli.command
 def main() -> None:
     """Print the tables."""
-    example = "runs/demo-0/async runs/demo-0/sync --watched watched.jsonl"
+    example = "runs/demo-0/async runs/demo-0/sync"
     parser = cli.parser("hpc_swe.benchmarks.loop", "Compare runs over equally many samples.", example)
     parser.add_argument("runs", nargs="+", type=cli.folder, metavar="RUN", help="folder of a run")
-    parser.add_argument(
-        "--watched", type=cli.path, help="file of benchmarks.watch, which shows idle engines and GPUs"
-    )
     arguments = cli.parse(parser)
     names = {folder: folder.name for folder in arguments.runs}
     if len(set(names.values())) < len(names):
         names = {folder: str(folder) for folder in names}
     loops = {name: read(folder) for folder, name in names.items()}
-    looks = watch.read(arguments.watched) if arguments.watched else []
-    rates, counts = compare(loops, looks)
+    rates, counts = compare(loops)
     tables.show(tables.console, rates)
     tables.say("in engines: mean number of episodes that wait for a completion at a time, for each engine")
     tables.say("solve q1..q4: share of resolved episodes in each quarter of the samples")

@@ -19,11 +19,9 @@ from hpc_swe.models.engines import _http
 from hpc_swe.roles.rollout import episode
 from hpc_swe.roles.rollout.endpoints import Endpoints
 from hpc_swe.roles.rollout.sampler import Sampler
-from hpc_swe.view.benchmarks import watch
 from tests.kit.engine_kit import CPU, TOKEN, require_exact, serving
 from tests.kit.sessions_kit import CONTEXT, World, configured, overlay
 from tests.kit.stage import V1, Rig, rig
-from tests.kit.waiting import until
 
 pytestmark = pytest.mark.slow
 LONG = msgspec.structs.replace(CPU, max_model_len=CONTEXT, max_num_seqs=8)
@@ -96,23 +94,3 @@ def test_a_generation_that_vllm_aborts_goes_on(real: Rig, url: str) -> None:
     for turn in recorder.close("over"):
         assert turn.finish_reason in ("stop", "length")
         require_exact(LONG, url, [turn], V1)
-
-
-def test_the_watch_counts_the_requests_of_an_engine(real: Rig) -> None:
-    real.run.token.write_text(TOKEN)
-    (idle,) = watch.engines(real.run)
-    assert (idle.engine, idle.requests) == ("a", 0)
-    request = RolloutRequest(group_id=0, index=0, task_id="t", seed=0, sampling=Sampling(max_tokens=400))
-    seen = threading.Event()
-
-    def ask() -> None:
-        while not seen.is_set():
-            real.means.recorder(request)([Message(role="user", content="Count.")])
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    try:
-        until(lambda: [look.requests for look in watch.engines(real.run)] == [1])
-    finally:
-        seen.set()
-        thread.join()

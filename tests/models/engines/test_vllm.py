@@ -18,7 +18,7 @@ from hpc_swe.base.errors import ConfigError, EngineError
 from hpc_swe.base.records import ProbeScore, Sampling, WeightVersion
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.models.engines._vllm.gate import HOLD, RELEASE, SAMPLE
-from hpc_swe.models.engines.base import LOAD, NEW, Completion, Prefix, Weights
+from hpc_swe.models.engines.base import NEW, Completion, Prefix, Weights
 from hpc_swe.models.engines.vllm import Vllm
 from tests.kit.engine_kit import (
     CPU,
@@ -396,7 +396,7 @@ def test_every_route_but_health_needs_the_token(server: Server) -> None:
     schema = httpx.get(f"{server.url}/openapi.json", headers=own, timeout=600).json()
     routes = [(path, method) for path, methods in schema["paths"].items() for method in methods]
     routes += [("/openapi.json", "get"), ("/docs", "get"), ("/metrics", "get"), ("/nowhere", "get")]
-    routes += [(path, "post") for path in (SAMPLE, HOLD, RELEASE)] + [(LOAD, "get")]
+    routes += [(path, "post") for path in (SAMPLE, HOLD, RELEASE)]
     assert ("/collective_rpc", "post") in routes
     assert ("/update_weights", "post") in routes
     for path, method in routes:

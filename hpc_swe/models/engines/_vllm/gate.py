@@ -12,8 +12,6 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpc_swe.models.engines.base import LOAD
-
 HOLD, RELEASE = "/hpc_swe/hold", "/hpc_swe/release"
 SAMPLE = "/hpc_swe/sample"
 """Our own route for samples, see `_vllm.samples`."""
@@ -65,8 +63,6 @@ class AnswerGate:
             else:
                 self._end(has_passed=True)
             await answer(send, 200, b"{}")
-        elif path == LOAD:
-            await answer(send, 200, str(len(self._pending)).encode())
         elif path in HELD and scope["query_string"] != PROBE:
             await self._pass_on(scope, receive, send)
         else:
