@@ -50,13 +50,10 @@ MEND = "sed -i 's/a - b/a + b/' calc/core.py"
 
 @dataclass(frozen=True)
 class Does(Agent):
-    """An agent that runs a script and submits."""
-
     script: str
     budget_s: float = ACTION_S
 
     def solve(self, task: Task, sandbox: Sandbox, chat: Chat) -> Result:
-        """Run it."""
         done = sandbox.run(self.script, ACTION_S)
         status = ExitStatus.AGENT_ERROR if done.broke_sandbox else ExitStatus.SUBMITTED
         return Result(status, [], error=done.output[-300:])
@@ -64,8 +61,6 @@ class Does(Agent):
 
 @dataclass(frozen=True)
 class Came:
-    """What came of a case."""
-
     score: Score
     status: ExitStatus
     seconds: float
@@ -78,7 +73,6 @@ class Came:
 
     @property
     def is_paid(self) -> bool:
-        """It counts as solved."""
         return self.score.outcome == "resolved" or (self.score.reward or 0.0) > 0
 
 
@@ -92,7 +86,6 @@ class Workers:
     plain_sandboxes: Apptainer
 
     def play(self, group: str, script: str) -> Came:
-        """One episode and its grading."""
         is_plain = group in ("files", "report")
         task = self.plain if is_plain else self.repository
         sandboxes = self.plain_sandboxes if is_plain else self.sandboxes
@@ -109,7 +102,6 @@ class Workers:
 
 
 def memory_mb(name: str) -> float:
-    """Of this process, as Linux counts it."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(name)).split()[1]) / 1024
 
@@ -123,7 +115,6 @@ def make_workers(folder: Path) -> Workers:
 
 
 def cases(many: int) -> Iterator[tuple[str, str, str]]:
-    """Group, name and script."""
     for group, scripts in GROUPS.items():
         for name, script in scripts.items():
             made = REPORT.format(script.strip()) if group == "report" else script
@@ -131,7 +122,6 @@ def cases(many: int) -> Iterator[tuple[str, str, str]]:
 
 
 def honest(workers: Workers) -> list[Came]:
-    """One of each kind."""
     right = f"cat > mod.py <<'P'\n{RIGHT}P\n"
     return [workers.play("repository", MEND), workers.play("files", right)]
 

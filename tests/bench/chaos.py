@@ -55,15 +55,12 @@ WHOLE = {"kill everything": 2}
 
 @dataclass(frozen=True)
 class Fault:
-    """One strike."""
-
     at: float
     way: str
     victims: Sequence[Process]
 
     @property
     def target(self) -> str:
-        """For the table: what was hit."""
         if self.way.endswith("role"):
             return f"all of {self.victims[0].role}"
         return "everything" if self.way in WHOLE else self.victims[0].kind
@@ -71,8 +68,6 @@ class Fault:
 
 @dataclass
 class Chaos:
-    """One run, from outside."""
-
     run: RunDir
     books: Books
     rng: random.Random
@@ -169,7 +164,6 @@ class Chaos:
         return ["configs/demo.toml", *fixed, *self.words]
 
     def launch(self, verb: str, *words: str) -> "subprocess.Popen[bytes]":
-        """A command of the run's user."""
         line = [sys.executable, "-m", "hpc_swe.launch", verb]
         line += [*words, "--run", str(self.run.root)] if verb == "start" else [str(self.run.root), *words]
         return subprocess.Popen(line, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=self._log())
@@ -180,7 +174,6 @@ class Chaos:
     # its course
 
     def storm(self, faults: int, seconds: float) -> None:
-        """All faults, spread over the time."""
         pause_s = seconds / faults
         while len(self.faults) < faults:
             until = time.monotonic() + (self.rng.expovariate(1 / pause_s) if self.strike() else 1.0)
@@ -238,7 +231,6 @@ def send(process: Process, number: signal.Signals) -> None:
 
 
 def state(pid: int) -> str:
-    """Linux's letter."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -35,8 +35,6 @@ FRESH = 3
 
 @dataclass(frozen=True)
 class Hit:
-    """What a fault has struck."""
-
     roles: tuple[str, ...]
     victims: set[str] = field(default_factory=set)
     """Owners that must end."""
@@ -48,8 +46,6 @@ class Hit:
 
 @dataclass(frozen=True)
 class Fault:
-    """One row."""
-
     name: str
     strike: Callable[[Run], Hit]
     by: str = "itself"
@@ -57,8 +53,6 @@ class Fault:
 
 @dataclass(frozen=True)
 class Row:
-    """What came of it."""
-
     fault: str
     by: str
     seconds: float

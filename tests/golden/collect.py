@@ -1,8 +1,8 @@
 """What must stay the same when the code is moved, renamed or merged: python -m tests.golden.collect FOLDER.
 
 Writes one text file for each promise: records as bytes, the names in a run's folder, run.json of every
-configuration, batch scripts and tables of a dry run, status screens, exit codes, metric names, plugin types
-and the losses of a fixed batch. `diff -r` of two folders shows what a change has changed.
+configuration, batch scripts and tables of a dry run, status screens, exit codes, metric names and the
+losses of a fixed batch. `diff -r` of two folders shows what a change has changed.
 """
 
 import inspect
@@ -154,7 +154,6 @@ def _changes(old: dict[str, str], new: dict[str, str]) -> list[str]:
 
 
 def exit_codes() -> Iterator[str]:
-    """Which error ends a program with which code."""
     from hpc_swe.base import errors
 
     for name, kind in sorted(vars(errors).items()):
@@ -163,18 +162,9 @@ def exit_codes() -> Iterator[str]:
 
 
 def metrics() -> Iterator[str]:
-    """Names of curves."""
     from hpc_swe.base.metrics import METRICS
 
     yield from sorted(METRICS)
-
-
-def plugins() -> Iterator[str]:
-    """Each family's types, as configurations name them, and every key."""
-    from hpc_swe.config import keys
-
-    for key in keys.listed():
-        yield f"{key.name} {key.kind} {key.default}"
 
 
 def losses() -> Iterator[str]:
@@ -310,7 +300,7 @@ def _of_any_machine(line: str) -> str:
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     part.__name__: part
     for part in (
-        *(records, paths, run_json, exit_codes, metrics, plugins, losses),
+        *(records, paths, run_json, exit_codes, metrics, losses),
         *(batch_scripts, estimates, status),
     )
 }

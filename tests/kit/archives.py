@@ -67,7 +67,6 @@ def oci_folder(layer: Path, folder: Path) -> None:
 
 
 def oci_archive(layer: Path, file: Path) -> None:
-    """The same in one file."""
     folder = file.with_suffix(".folder")
     oci_folder(layer, folder)
     subprocess.run(["tar", "-cf", file, "-C", folder, "blobs", "index.json", "oci-layout"], check=True)

@@ -32,14 +32,11 @@ CODES = {"Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowRight": 39, "Tab": 9}
 
 
 def program() -> str | None:
-    """The browser of this machine."""
     return next(filter(None, map(shutil.which, PROGRAMS)), None)
 
 
 @dataclass
 class Page:
-    """One tab."""
-
     to: int
     answers: int
     session: str = ""

@@ -124,6 +124,5 @@ def tokens(model: Path, pieces: Iterable[Piece]) -> tuple[list[int], list[int]]:
 
 
 def write(path: Path, rows: Sequence[object]) -> Path:
-    """As JSONL."""
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return path

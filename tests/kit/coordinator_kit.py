@@ -56,8 +56,6 @@ HELD_OUT = EvalConfig(samples=2, decodings={"plain": Sampling(), "cool": Samplin
 
 
 class Clock:
-    """Moves by hand."""
-
     def __init__(self):
         self.now = 0.0
 
@@ -165,13 +163,11 @@ def learn(run, steps=STEPS) -> None:
 
 
 def save(run, step, incarnation=0) -> None:
-    """An empty checkpoint."""
     manifest = CheckpointManifest(writer="l", files={}, step=step, incarnation=incarnation, tensor_parallel=1)
     folders.publish(run.checkpoint(step, incarnation), lambda _: manifest)
 
 
 def export(run, version, parent=None) -> None:
-    """An empty weight folder."""
     folders.publish(
         run.weight(version),
         lambda _: WeightManifest(writer="l", files={}, version=version, tensors={}, parent=parent),

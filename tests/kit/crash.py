@@ -44,7 +44,6 @@ def calls(root: Path, action: Callable[[Path], object]) -> Counter[str]:
 
 
 def in_child(target: Callable[..., object], *args: Any) -> int:
-    """Exit status of a forked process."""
     child = FORK.Process(target=target, args=args)
     child.start()
     child.join(DEADLINE_S)

@@ -11,14 +11,11 @@ from hpc_swe.tasks.graders.base import Grader
 
 
 class Deadly(Plugin, Grader, frozen=True, kw_only=True):
-    """Does what the submission says."""
-
     unresolved_reward: float = -0.5
     looks: str = ""
     """A file with a line for each grading."""
 
     def grade(self, task: Task, submission: str, sandboxes: Sandboxes) -> Score:
-        """End the process, or judge."""
         with Path(self.looks).open("a") as looks:
             looks.write(f"{os.getpid()}\n")
         if submission == "kill":

@@ -44,8 +44,6 @@ class HangingCheckout(Checkout, frozen=True, kw_only=True):
 
 
 class HangingEngine(Scripted, frozen=True, kw_only=True):
-    """Hangs in the main thread of its supervisor."""
-
     fifos: str
 
     def is_healthy(self, url: str) -> bool:

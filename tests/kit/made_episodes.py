@@ -58,7 +58,6 @@ def scored(reward=1.0, group=0, index=0, length=3, **options):
 
 
 def trained_ids(sample):
-    """Ids under the mask."""
     return records.id_array(sample.token_ids)[sample.mask_array.astype(bool)].tolist()
 
 

@@ -2,8 +2,6 @@
 
 
 class OneRank:
-    """A learner on one rank."""
-
     rank, size, data_rank, data_size, step, tensor_parallel, vocabulary, tolerance = 0, 1, 0, 1, 0, 1, 2, 1.0
     deltas_of_model = False
 

@@ -43,7 +43,6 @@ class Process:
 
     @property
     def is_alive(self) -> bool:
-        """Also while it is frozen."""
         return start_time(self.pid) == self.started
 
 

@@ -32,8 +32,6 @@ LONG = f"engine.max_model_len = {CONTEXT}"
 
 @dataclass(frozen=True)
 class World:
-    """An instance and where it lies."""
-
     folder: Path
     rows: Path
     images: Path
@@ -89,7 +87,6 @@ def solving(agent: str, path: str, old: str, new: str) -> list[str]:
 
 
 def applying(agent: str, patch: str) -> list[str]:
-    """A session that applies a patch."""
     command = f"cat > /tmp/fix <<'END_OF_FIX'\n{patch}\nEND_OF_FIX\ngit apply /tmp/fix && git diff --stat"
     tool = {"mini_swe_agent": ("bash", {}), "qwen_code": ("run_shell_command", {"is_background": False})}
     name, more = tool[agent]

@@ -37,8 +37,6 @@ GIVES_UP = [call("submit")]
 
 @dataclass(frozen=True)
 class Small:
-    """Everything lies below one folder."""
-
     folder: Path
 
     @property
@@ -47,7 +45,6 @@ class Small:
 
     @property
     def words(self) -> list[str]:
-        """Configuration of the whole."""
         recipes = ", ".join(f'"{name}" = {_inline(recipe)}' for name, recipe in RECIPES.items())
         return [
             "configs/demo.toml",
@@ -119,7 +116,6 @@ class Small:
 
 
 def environment() -> dict[str, str]:
-    """In which jobs find the toys."""
     return checkout.environment(COLUMNS="200")
 
 

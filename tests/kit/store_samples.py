@@ -25,8 +25,6 @@ def spool(root: Path, messages: int = 0) -> Spool[RolloutRequest]:
 
 
 def publish(final: Path, writer: str = "w") -> None:
-    """A folder of two files."""
-
     def fill(stage: Path) -> Manifest:
         return Manifest(
             writer=writer, files={name: folders.write(stage, name, FILES[name]) for name in FILES}

@@ -119,7 +119,6 @@ def gold() -> str:
 
 
 def row(kind: str, base: str, **more: object) -> dict[str, object]:
-    """Twelve columns."""
     path, old, new, names = {
         "unittest": (
             "tests/test_core.py",
@@ -178,7 +177,6 @@ class Checkout(Plugin, Sandboxes, frozen=True, kw_only=True):
 
     @contextmanager
     def open(self, task: Task) -> Iterator[Sandbox]:
-        """A fresh clone."""
         with Process().open(task) as sandbox:
             steps = [
                 "git init -q",
@@ -201,51 +199,40 @@ class Failing:
     """What the step ends with; None is no space left."""
 
     def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
-        """A shell line, unless it is the step."""
         found = self.result if self.step in command else None
         return found or self.inner.run(command, timeout_s, clock)
 
     def python(self, program: str, timeout_s: float) -> CommandResult:
-        """A program, unless it is the step."""
         found = self.result if self.step in program else None
         return found or self.inner.python(program, timeout_s)
 
     def read(self, path: str) -> bytes:
-        """As it is."""
         return self.inner.read(path)
 
     def write(self, path: str, data: bytes) -> None:
-        """A file, unless it is the step."""
         if self.result is None and path.endswith(self.step):
             raise OSError(errno.ENOSPC, "No space left on device")
         self.inner.write(path, data)
 
     def paths(self) -> list[str]:
-        """As they are."""
         return self.inner.paths()
 
     def entries(self, folder: str) -> dict[str, TreeEntry]:
-        """As they are."""
         return self.inner.entries(folder)
 
     def target(self, path: str) -> str:
-        """As it is."""
         return self.inner.target(path)
 
     def listen(self, port: int) -> socket.socket:
-        """As it is."""
         return self.inner.listen(port)
 
 
 class FailingCheckout(Checkout, frozen=True, kw_only=True):
-    """Whose sandboxes are `Failing`."""
-
     step: str
     result: CommandResult | None = None
 
     @contextmanager
     def open(self, task: Task) -> Iterator[Sandbox]:
-        """A fresh clone in which one step will fail."""
         with super().open(task) as sandbox:
             yield Failing(sandbox, self.step, self.result)
 

@@ -7,7 +7,6 @@ DEADLINE_S = 600.0
 
 
 def until(condition: Callable[[], object], what: str = "it", seconds: float = DEADLINE_S) -> None:
-    """Look again and again."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come to pass in {seconds:g} s"

@@ -36,7 +36,6 @@ def _import_once() -> None:
 
 
 def launch(size: int, program: str | Path, *arguments: str, timeout_s: float = 900.0) -> list[str]:
-    """Run a program on `size` ranks; returns what each wrote. Fails when one fails."""
     children = start(size, program, *arguments)
     try:
         outputs = [child.communicate(timeout=timeout_s)[0] for child in children]

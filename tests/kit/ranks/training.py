@@ -25,7 +25,6 @@ def make_run(root: Path, sequences: list[MicroBatch], steps: int, ranks: int = 1
 
 
 def publish(run: RunDir, step: int, sequences: list[MicroBatch], ranks: int = 1) -> None:
-    """What a coordinator would: two sequences a microbatch, turning with the step."""
     turned = sequences[step % 4 :] + sequences[: step % 4]
 
     def fill(stage: Path) -> BatchManifest:

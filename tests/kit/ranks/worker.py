@@ -95,7 +95,6 @@ def _logprobs(learner, token_ids: list[int], case: dict, found: dict) -> None:
 
 
 def _publish(learner, root: str, case: dict, found: dict) -> None:
-    """The weights as a version of a run's folder, and after a step as a delta."""
     from hpc_swe.base.rundir import RunDir
     from hpc_swe.roles.learner.publish import Publisher, Snapshots
 
@@ -217,7 +216,6 @@ def _load(learner, folder: str, case: dict, found: dict) -> None:
 
 
 def _resume(learner, folder: str, case: dict, found: dict) -> None:
-    """Load a checkpoint that is refused."""
     from hpc_swe.base.errors import ConfigError
 
     try:
@@ -264,7 +262,6 @@ VERBS = {
 
 
 def _fresh(learner, folder: Path) -> Path:
-    """An empty folder that all ranks see."""
     if learner.ranks.rank == 0:
         folder.mkdir(parents=True)
     learner.ranks.gather(None)

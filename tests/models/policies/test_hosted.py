@@ -13,8 +13,7 @@ from hpc_swe.base.errors import ProtocolError  # noqa: E402
 from hpc_swe.models.costs import GIB  # noqa: E402
 from hpc_swe.models.policies._megatron.kernels import pinned  # noqa: E402
 from hpc_swe.models.policies._megatron.kernels.pinned import HostRoom, MemoryClaim  # noqa: E402
-from hpc_swe.models.policies._megatron.state.gathered import share_out  # noqa: E402
-from hpc_swe.models.policies._megatron.state.hosted import Hosted, choose, divide  # noqa: E402
+from hpc_swe.models.policies._megatron.state.hosted import choose  # noqa: E402
 from tests.kit.ranks import launcher  # noqa: E402
 
 LIMITED = """
@@ -62,26 +61,6 @@ def test_share_is_filled_with_large_parameters_first_and_never_exceeded(share, c
     found = [(group, param.numel()) for group, param in choose(groups, share)]
     assert sorted(found) == sorted(chosen)
     assert [group for group, _ in found] == sorted(group for group, _ in found)
-
-
-def test_chunks_have_every_element_once_and_cut_only_at_multiples():
-    hosted = [
-        Hosted(0, torch.empty(5000), 0),
-        Hosted(0, torch.empty(10), 5120),
-        Hosted(1, torch.empty(7), 6144),
-    ]
-    chunks = divide(hosted, 2000)
-    places = [
-        (chunk.group, [(piece.of.first + piece.start, piece.of.first + piece.end) for piece in chunk.pieces])
-        for chunk in chunks
-    ]
-    assert places == [
-        (0, [(0, 2048)]),
-        (0, [(2048, 4096)]),
-        (0, [(4096, 5000), (5120, 5130)]),
-        (1, [(6144, 6151)]),
-    ]
-    assert [piece.place(chunks[2]) for piece in chunks[2].pieces] == [slice(0, 904), slice(1024, 1034)]
 
 
 @pytest.mark.parametrize(
@@ -133,22 +112,6 @@ def test_a_room_gives_no_more_than_it_has():
         room.place([17], torch.float32)
 
 
-def test_places_that_follow_one_another_are_copied_as_one_piece():
-    """Whatever their types, sizes and the bytes between them; a piece need not begin where the room does."""
-    memory = torch.zeros(4096, dtype=torch.uint8)
-    room = HostRoom("policy.key", memory[64:])
-    types = [torch.bfloat16, torch.float32, torch.bfloat16, torch.float32, torch.bfloat16]
-    places = [room.place([3, 1 + 7 * i], dtype) for i, dtype in enumerate(types)]
-    places += [room.place([0, 4], torch.float32), room.place([3], torch.bfloat16)]
-    for i, place in enumerate(places):
-        place.fill_(i + 1)
-    piece = room.piece(places[1:])
-    assert len(piece) == pinned.room_for(place.nbytes for place in places[1:])
-    found = pinned.views(piece.clone(), places[1:])
-    assert [each.dtype for each in found] == [each.dtype for each in places[1:]]
-    assert all(torch.equal(a, b) for a, b in zip(found, places[1:], strict=True))
-
-
 def test_places_are_read_before_the_user_of_their_values_writes_them():
     """Where there is a GPU, while the next places are on their way to it."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -183,14 +146,3 @@ def test_memory_that_one_rank_is_refused_ends_all_with_its_message(tmp_path):
     assert asked.endswith("; choose less")
     assert reference.startswith("learner.loss.kl_coefficient: rank 1 of ")
     assert reference.endswith("; train without it (0)")
-
-
-@pytest.mark.parametrize(
-    ("sizes", "ranks", "loads"),
-    [([5, 1, 1, 1, 1, 1], 2, [5, 5]), ([4] * 7, 2, [16, 12]), ([3, 3], 3, [3, 3, 0]), ([7, 2], 1, [9])],
-)
-def test_ranks_write_about_as_much_of_a_checkpoint_each(sizes, ranks, loads):
-    found = [0] * ranks
-    for size, writer in zip(sizes, share_out(sizes, ranks), strict=True):
-        found[writer] += size
-    assert found == loads

@@ -6,8 +6,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 from safetensors.torch import load_file  # noqa: E402
 
-from hpc_swe.models.policies._megatron.weights.tensor_file import ENTRY, TOGETHER, TensorFiles  # noqa: E402
-from hpc_swe.models.policies._megatron.weights.tensor_writer import joined, merged  # noqa: E402
+from hpc_swe.models.policies._megatron.weights.tensor_file import TOGETHER, TensorFiles  # noqa: E402
+from hpc_swe.models.policies._megatron.weights.tensor_writer import joined  # noqa: E402
 
 
 def test_small_tensors_that_share_a_write_are_read_back_one_by_one(tmp_path):
@@ -42,29 +42,3 @@ def test_parts_of_a_buffer_hold_all_bytes_after_copies_have_ended(room):
     ]
     assert sum(parts, []) == torch.cat(tensors).tolist()
     assert len(parts) == len(waits) <= -(-28 // room) + len(tensors)
-
-
-def test_headers_have_little_more_room_than_all_names_need(tmp_path):
-    """Though one file gets almost all names, since its tensors are the smallest."""
-    tensors = {"large": torch.zeros(TOGETHER, dtype=torch.uint8)}
-    tensors |= {f"small {i}": torch.zeros(i % 2, dtype=torch.uint8) for i in range(3000)}
-    needed = sum(len(name) + ENTRY for name in tensors)
-    paths = [tmp_path / f"{i}.safetensors" for i in range(8)]
-    files = TensorFiles(paths, list(tensors))
-    for part in range(0, 3001, 77):
-        files.add(dict(list(tensors.items())[part : part + 77]))
-    files.finish()
-    assert {name for path in paths for name in load_file(path)} == tensors.keys()
-    assert sum(path.stat().st_size for path in paths) < files.size + 2 * needed + 8 * 3 * ENTRY
-
-
-def test_tensors_that_follow_one_another_in_memory_are_one_piece():
-    memory = torch.arange(60, dtype=torch.uint8)
-    wide = memory[20:40].view(torch.int16)
-    tensors = [memory[:3], memory[3:3], memory[3:20].view(1, 17), wide[:4], wide[4:], memory[41:50]]
-    tensors += [torch.arange(6, dtype=torch.int32)[2:], memory[:5], memory[50:]]
-    pieces = list(merged(tensors))
-    assert [len(piece) for piece in pieces] == [40, 9, 16, 5, 10]
-    whole = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
-    assert torch.equal(torch.cat(pieces), whole)
-    assert not list(merged([]))
