@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs Apptainer as root. Where the distribution's archive has no package, Debian's sid has one, but built
 # for a newer libc. That package is rebuilt with sid's libc in a folder of its own, so nothing of the system is
-# upgraded and `apt-get purge apptainer` takes it all away. The mirror is the one this machine's apt uses.
+# upgraded and `apt-get purge apptainer` takes it all away. The mirror is the one this machine's apt uses; Ubuntu uses
+# none, so there DEBIAN_MIRROR must hold the address of one.
 set -euo pipefail
 export DEBIAN_FRONTEND=noninteractive
 
@@ -25,11 +26,11 @@ apt_install() {
 
 install_from_sid() {
     local mirror
-    mirror=$(apt-get indextargets --format '$(REPO_URI)' \
-        'Created-By: Packages' 'Origin: Debian' 'Label: Debian' 'Component: main' | head -n 1)
-    [ -n "$mirror" ] || fail "apt's sources have neither apptainer nor a Debian mirror; add the source that" \
-        "Apptainer's installation guide names for this distribution, then run this again"
-    apt_install patchelf
+    mirror=${DEBIAN_MIRROR:-$(apt-get indextargets --format '$(REPO_URI)' \
+        'Created-By: Packages' 'Origin: Debian' 'Label: Debian' 'Component: main' | head -n 1)}
+    [ -n "$mirror" ] || fail "apt's sources have neither apptainer nor a Debian mirror; add the source that Apptainer's" \
+        "installation guide names for this distribution, or set DEBIAN_MIRROR to the address of a mirror; then run this again"
+    apt_install patchelf debian-archive-keyring
     work=$(mktemp -d)
     trap 'rm -rf "$work"' EXIT
     cd "$work"

@@ -87,6 +87,7 @@ apt_install() {
 make_venv() {
     local wanted stamp=$venv/setup.stamp
     wanted=$(sha256sum "$lock" pyproject.toml containers/vllm-name/pyproject.toml)
+    if has_another_python; then require_unused; rm -rf "$venv"; fi
     [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ] || return 0
     require_unused
     say "filling $venv; the first time takes a minute or two"
@@ -102,6 +103,13 @@ make_venv() {
     echo "$wanted" >"$stamp"
 }
 
+# An environment keeps the Python that it was made with, unless PYTHON names another.
+has_another_python() {
+    local version='import sys; print(sys.base_prefix, sys.version)'
+    [ -n "${PYTHON:-}" ] && [ -x "$venv/bin/python" ] || return 1
+    [ "$("$PYTHON" -c "$version")" != "$("$venv/bin/python" -c "$version")" ]
+}
+
 # Each start of a run that has jobs leaves a link to the run in its environment.
 require_unused() {
     local run
@@ -109,7 +117,7 @@ require_unused() {
         [ -e "$run/run.json" ] || continue
         [ -z "$(find "$run/control/" -name FINISHED -o -name STOP -o -name DRAIN)" ] || continue
         run=$(realpath "$run")
-        say "$venv is out of date, but the run $run uses it: nothing is changed. Let the run finish, or stop it" \
+        say "$venv is to be filled anew, but the run $run uses it: nothing is changed. Let the run finish, or stop it" \
             "(python -m hpc_swe.launch stop $run), and run this again; or use a second checkout"
         exit 1
     done

@@ -14,6 +14,7 @@ PYTHON = """#!/bin/sh
 echo "$0 $*" >> {log}
 case "$*" in
   *version_info*) exit {wrong} ;;
+  *base_prefix*) echo {version} ;;
   "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && cp "$0" "$3/bin/pip" ;;
 esac
 """
@@ -38,8 +39,8 @@ class Clone:
             (tools / name).chmod(0o755)
         self.path = f"{tools}:/usr/bin:/bin"
 
-    def have_python(self, *, wrong: bool = False) -> None:
-        self.python.write_text(PYTHON.format(log=self.log, wrong=int(wrong)))
+    def have_python(self, version: str = "3.12", *, wrong: bool = False) -> None:
+        self.python.write_text(PYTHON.format(log=self.log, version=version, wrong=int(wrong)))
         self.python.chmod(0o755)
 
     def setup(self, kind: str) -> "subprocess.CompletedProcess[str]":
@@ -88,11 +89,22 @@ def test_a_python_that_does_not_serve_is_refused(clone: Clone) -> None:
     assert str(clone.python) in done.stderr
 
 
+def test_another_python_than_that_of_the_environment_is_taken(clone: Clone) -> None:
+    """Where an index has no wheels for the first one, the user names the next."""
+    assert clone.setup("cpu").returncode == 0
+    clone.have_python("3.11")
+    assert clone.setup("cpu").returncode == 0
+    assert "-m venv .venv" in clone.log.read_text()
+    assert (clone.root / ".venv/bin/python").read_bytes() == clone.python.read_bytes()
+    assert clone.setup("cpu").returncode == 0
+    assert "-m venv" not in clone.log.read_text()
+
+
 def test_a_filling_that_failed_leaves_no_sign_of_a_filled_environment(clone: Clone) -> None:
     assert clone.setup("gpu").returncode == 0
     clone.outdate("gpu")
     pip = clone.root / ".venv-gpu/bin/python"
-    pip.write_text("#!/bin/sh\nexit 1\n")
+    pip.write_text('#!/bin/sh\ncase "$*" in *base_prefix*) echo 3.12 ;; *) exit 1 ;; esac\n')
     assert clone.setup("gpu").returncode == 1
     assert not (clone.root / ".venv-gpu/setup.stamp").exists()
 
