@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import tomllib
 from collections import Counter
@@ -342,6 +343,19 @@ def test_an_evaluation_leaves_what_was_handed_in_and_what_came_of_it(finished):
         row["episode_s"] > 0 and row["sampled_tokens"] and row["versions"] == ["v000000-i00"] for row in rows
     )
     assert {row["turns"] for row in rows} == {1, 2}
+
+
+@pytest.mark.slow
+def test_what_an_evaluation_has_sampled_becomes_rows_to_train_on(finished):
+    small, _ = finished
+    out = small.folder / "sampled.parquet"
+    words = ["hpc_swe.export_episodes", small.out.root, f"--out={out}", "--min-reward=-1"]
+    line = [sys.executable, "-m", *map(str, words)]
+    done = subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "8 episodes read, 8 with a reward of -1 or more" in done.stdout
+    sampled = Counter(row["sampled_tokens"] for row in pq.read_table(small.out.results).to_pylist())
+    assert Counter(sum(row["loss_mask"]) for row in pq.read_table(out).to_pylist()) == sampled
 
 
 @pytest.mark.slow
