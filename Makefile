@@ -30,7 +30,7 @@ test: image  ## every test that this machine can run
 
 cluster: setup  ## a shell on a Slurm cluster of six nodes, here and for as long as the shell lasts
 	tests/kit/cluster/install.sh
-	.venv/bin/python -m tests.kit.cluster shell
+	.venv/bin/python -m tests.kit.cluster
 
 quick: setup  ## the tests that a developer runs between two edits
 	tests/run.sh quick

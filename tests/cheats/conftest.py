@@ -1,6 +1,5 @@
 """Where cheats are graded."""
 
-import shutil
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +12,7 @@ from hpc_swe.tasks.graders.pytest import Pytest
 from hpc_swe.tasks.patch import difference
 from tests.kit.cheats.cheat_task import TASK
 from tests.kit.checkout import IMAGES
+from tests.kit.images import require_apptainer
 
 Grade = Callable[..., Score]
 
@@ -21,8 +21,7 @@ Grade = Callable[..., Score]
 def sandboxes(request: pytest.FixtureRequest) -> Sandboxes:
     if request.param == "process":
         return Process()
-    if shutil.which("apptainer") is None or not (IMAGES / "python-pytest.sif").exists():
-        pytest.skip("Apptainer or its task image is missing: containers/build_image.sh")
+    require_apptainer()
     return Apptainer(images=str(IMAGES))
 
 

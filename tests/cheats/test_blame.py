@@ -1,15 +1,14 @@
 """What a policy's choices cost is the policy's: it keeps its reward, and its worker keeps its memory."""
 
 import resource
-import shutil
 import subprocess
 import sys
 
 import pytest
 
-from tests.kit.checkout import IMAGES, environment
+from tests.kit.checkout import environment
+from tests.kit.images import UNPACKED, require_apptainer
 
-IMAGE = IMAGES / "python-pytest"
 DEADLINE_S = 1500
 
 
@@ -21,8 +20,7 @@ def bounded() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("group", ["repository:", "files:", "tests:", "report:"])
 def test_no_choice_of_a_policy_is_paid_unrewarded_or_kept_in_memory(group, capsys):
-    if shutil.which("apptainer") is None or not IMAGE.exists():
-        pytest.skip("Apptainer or its unpacked task image is missing: containers/build_image.sh")
+    require_apptainer(UNPACKED)
     command = [sys.executable, "-m", "tests.bench.blame", "--fewer", group]
     done = subprocess.run(
         command, preexec_fn=bounded, env=environment(), capture_output=True, text=True, timeout=DEADLINE_S

@@ -5,7 +5,6 @@ killed: debugging KIND
 """
 
 import json
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import msgspec
-import pytest
 from msgspec.structs import replace
 
 from hpc_swe.agents.sandboxes.base import Sandbox, Sandboxes
@@ -21,6 +19,7 @@ from hpc_swe.agents.tools.base import ToolError, invoke
 from hpc_swe.base.loader import load
 from hpc_swe.base.records import Task
 from tests.kit.checkout import IMAGES
+from tests.kit.images import require_apptainer
 from tests.kit.scripted import SMALL
 
 CALC = '''"""Sums of numbers.
@@ -109,10 +108,8 @@ def session(sandboxes: Sandboxes, of: Task, **fields: object) -> Iterator[Sessio
 
 def require(kind: str) -> str:
     """Skip the test where this machine has no such sandbox."""
-    if kind == "apptainer" and (
-        shutil.which("apptainer") is None or not (IMAGES / "python-pytest.sif").exists()
-    ):
-        pytest.skip("Apptainer or its task image is missing: run `make image` as root once")
+    if kind == "apptainer":
+        require_apptainer()
     return kind
 
 

@@ -28,58 +28,12 @@ PROGRAMS = (
         "    for number, total in ((0, 0), (7, 7), (123, 6)):\n        assert digits(number) == total\n",
     ),
     (
-        "def root(number):",
-        "Return the square root of a number.",
-        "    guess = 1.0\n    for _ in range(60):\n        guess = (guess + number / guess) / 2\n"
-        "    return guess\n",
-        "    guess = 1.0\n    for _ in range(60):\n        guess = (guess + number / guess) / 3\n"
-        "    return guess\n",
-        "    assert abs(root(4) - 2) < 1e-6\n    assert abs(root(2) ** 2 - 2) < 1e-6\n",
-    ),
-    (
-        "def turned(words):",
-        "Turn each word round.",
-        "    return [word[::-1] for word in words]\n",
-        "    return [word[::-1] for word in word]\n",
-        "    assert turned([]) == []\n    assert turned(['ab', 'c']) == ['ba', 'c']\n",
-    ),
-    (
         "def shifted(text: str):\n    return text[1:] + text[:1]\n\n\ndef unshifted(text: str):",
         "Undo what shifted does.",
         "    return text[-1:] + text[:-1]\n",
         "    return text[1:] + text[:1]\n",
         "    assert True, 'begin'\n    for text in ('abc', '', 'xy z'):\n"
         "        assert unshifted(shifted(text)) == text\n",
-    ),
-    (
-        "def counted(words):",
-        "Count how often each word occurs.",
-        "    return {word: words.count(word) for word in words}\n",
-        "    return {word: 1 for word in words}\n",
-        "    assert counted(['a', 'b', 'a']) == {'a': 2, 'b': 1}\n    assert counted([]) == {}\n",
-    ),
-    (
-        "def leap(year):",
-        "Tell whether a year has 366 days.",
-        "    return year % 4 == 0 and (year % 100 != 0 or year % 400 == 0)\n",
-        "    return year % 4 == 0 and year % 100 != 0\n",
-        "    assert leap(2024)\n    assert leap(2000)\n    assert not leap(1900)\n    assert not leap(2023)\n"
-        "",
-    ),
-    (
-        "def first(values, wanted):",
-        "Return the place of a value, or None.",
-        "    return values.index(wanted) if wanted in values else None\n",
-        "    return values.index(wanted) if values else None\n",
-        "    assert first([1, 2, 3], 3) == 2\n    assert first([], 1) is None\n"
-        "    assert first([1], 2) is None\n",
-    ),
-    (
-        "def pairs(values):",
-        "Return each value with the one after it.",
-        "    return list(zip(values, values[1:]))\n",
-        "    return list(zip(values[1:], values))\n",
-        "    assert pairs([1, 2, 3]) == [(1, 2), (2, 3)]\n    assert pairs('a') == []\n",
     ),
 )
 """Head, description, right and wrong body, and the body of the function `check`."""

@@ -17,13 +17,12 @@ from hpc_swe.config import config as configuration
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.demo.model import TEMPLATE, make_tokenizer, save_model, save_tokenizer
 from hpc_swe.models.engines.scripted import ScriptedReply
-from tests.kit.checkout import IMAGES, ROOT, environment
+from tests.kit.checkout import ROOT, environment
 from tests.kit.toy import RECIPES
 
 CONTEXT = 32768
 VOCABULARY = 4096
 WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # as GPT-2 has them
-BASE_IMAGE = IMAGES / "python-pytest"
 KITS = ROOT / ".cache" / "agents"
 ENVIRONMENT = environment(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1")
 """Of a run's processes."""

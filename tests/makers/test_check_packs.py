@@ -27,7 +27,7 @@ def test_faults_fail_and_repairs_pass_in_rows_of_humanevalpack(tmp_path):
     assert sorted(checks) == sorted(names)
     assert {(*one.gold, *one.empty) for one in checks.values()} == {("resolved", "unresolved")}
     assert {name: one.verdict for name, one in checks.items() if one.verdict != "usable"} == {
-        "Python-5": "unsealed"  # it compares two computed values, and nothing else
+        "Python-3": "unsealed"  # it compares two computed values, and nothing else
     }
 
 

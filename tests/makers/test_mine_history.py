@@ -21,6 +21,7 @@ from hpc_swe.tasks import task_checks
 from hpc_swe.tasks.graders.swebench import Swebench
 from tests.kit.checkout import IMAGES, ROOT, environment
 from tests.kit.histories import commit, make
+from tests.kit.images import UNPACKED, require_apptainer
 from tests.kit.toy import git
 from tests.kit.waiting import until
 
@@ -256,8 +257,7 @@ def assert_usable(files: list[str], out: Path) -> None:
 
 @pytest.mark.slow
 def test_images_of_tasks_hold_no_later_history_and_what_set_up_made(past, tmp_path):
-    if shutil.which("apptainer") is None or not (IMAGES / "python-pytest").exists():
-        pytest.skip("Apptainer or its unpacked task image is missing: containers/build_image.sh")
+    require_apptainer(UNPACKED)
     base, out, images = tmp_path / "base", tmp_path / "mined", tmp_path / "images"
     subprocess.run(["cp", "--archive", IMAGES / "python-pytest", base], check=True)
     for name in ("python3", "python3.11"):  # as images of other distributors have it

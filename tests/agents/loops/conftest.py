@@ -1,6 +1,5 @@
 """A tiny policy whose context holds what real agents say, a toy instance with its image, the agents' kits."""
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +8,8 @@ import pytest
 
 from tests.kit import toy
 from tests.kit.checkout import ROOT
-from tests.kit.sessions_kit import BASE_IMAGE, ENVIRONMENT, KITS, World, make_long_model, overlay
+from tests.kit.images import UNPACKED, require_apptainer
+from tests.kit.sessions_kit import ENVIRONMENT, KITS, World, make_long_model, overlay
 
 
 @pytest.fixture(scope="session")
@@ -20,8 +20,7 @@ def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory, long_model: Path) -> World:
     """The toy repository's instance, its image built as any other's."""
-    if shutil.which("apptainer") is None or not BASE_IMAGE.exists():
-        pytest.skip("Apptainer or its unpacked task image is missing: containers/build_image.sh")
+    require_apptainer(UNPACKED)
     folder = tmp_path_factory.mktemp("world")
     base = toy.make_repository(folder / "calc")
     rows = toy.write_rows(folder / "rows.jsonl", toy.row("unittest", base))
@@ -30,7 +29,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, long_model: Path) -> World:
     settings = overlay(made, [], folder / "build.toml")
     command = [sys.executable, "-m", "hpc_swe.build_images", "configs/swebench.toml", str(settings)]
     command += [
-        f"--base={BASE_IMAGE}",
+        f"--base={UNPACKED}",
         f"--repository={folder / 'calc'}",
         f"--requirements={folder / 'requirements'}",
     ]

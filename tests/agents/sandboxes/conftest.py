@@ -1,13 +1,12 @@
 """What every test of the real sandbox starts from."""
 
-import shutil
-
 import msgspec
 import pytest
 
 from hpc_swe.agents.sandboxes.apptainer import Apptainer
 from hpc_swe.base.records import Task
 from tests.kit.checkout import IMAGES
+from tests.kit.images import require_apptainer
 from tests.kit.scripted import SMALL
 
 
@@ -19,10 +18,7 @@ def task() -> Task:
 
 @pytest.fixture(scope="session")
 def apptainer() -> Apptainer:
-    if shutil.which("apptainer") is None:
-        pytest.skip("Apptainer is not installed: containers/install_apptainer.sh")
-    if not (IMAGES / "python-pytest.sif").exists():
-        pytest.skip("the task image is not built: containers/build_image.sh")
+    require_apptainer()
     return Apptainer(images=str(IMAGES))
 
 

@@ -1,7 +1,6 @@
 """An agent that wrecks its container: its tools answer or fail, and the next episode sees nothing of it."""
 
 import json
-import shutil
 
 import msgspec
 import pytest
@@ -11,6 +10,7 @@ from hpc_swe.agents.sandboxes.base import Sandbox
 from hpc_swe.agents.tools.base import ToolError, invoke
 from hpc_swe.base.loader import load
 from tests.kit.checkout import IMAGES
+from tests.kit.images import require_apptainer
 from tests.kit.scripted import SMALL
 
 TASK = msgspec.structs.replace(SMALL, files={"mod.py": "def f():\n    return 1\n"})
@@ -36,8 +36,7 @@ def use(sandbox: Sandbox, name: str, /, **arguments: object) -> str:
 @pytest.mark.parametrize("wreck", WRECKS)
 @pytest.mark.slow
 def test_what_an_agent_does_to_its_container_is_its_own_loss(wreck: str) -> None:
-    if shutil.which("apptainer") is None or not (IMAGES / "python-pytest.sif").exists():
-        pytest.skip("Apptainer or its task image is missing: run `make image` as root once")
+    require_apptainer()
     sandboxes = Apptainer(images=str(IMAGES))
     with sandboxes.open(TASK) as sandbox:
         assert use(sandbox, "bash", command="cat mod.py").endswith("return 1\n[exit code 0]")

@@ -3,17 +3,16 @@
 Slurm's own daemons run in Linux namespaces: a login host, which is the controller too, and in it the nodes,
 each with its own address, name, processes, /tmp and /dev/shm. The folder `shared` is the same everywhere.
 Nothing else of the machine is touched: its users, its /etc and its network stay as they are, and when the
-login host's PID 1 ends, all ends. `python -m tests.kit.cluster --help` says what can be done by hand.
+login host's PID 1 ends, all ends. `python -m tests.kit.cluster` is a shell on one.
 """
 
 import contextlib
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import msgspec
@@ -56,38 +55,25 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int
 
 
-class Saved(msgspec.Struct, frozen=True, kw_only=True):
-    """What lies in the state folder, so that another process finds the cluster again."""
-
-    layout: Layout
-    settings: dict[str, str]
-
-
 class Cluster:
     """Use it as a context manager, or call `stop`."""
 
-    def __init__(self, saved: Saved) -> None:
-        self.layout, self.settings = saved.layout, saved.settings
-        self.state = Path(saved.layout.state)
+    def __init__(self, layout: Layout, settings: Mapping[str, str]) -> None:
+        self.layout, self.settings = layout, settings
+        self.state = Path(layout.state)
         self.shared = self.state / "shared"
-        self.seconds: dict[str, float] = {}
-        """How long each part of the start took."""
         self._created: dict[str, subprocess.Popen[bytes]] = {}
 
     @classmethod
     def start(
-        cls,
-        nodes: Sequence[str] = NODES,
-        settings: Mapping[str, str] | None = None,
-        expose: Iterable[Path | str] = (),
-        lifeline: bool = True,
+        cls, nodes: Sequence[str] = NODES, settings: Mapping[str, str] = MappingProxyType({})
     ) -> "Cluster":
-        """Ends with this process where there is a lifeline. What is exposed is seen on every host."""
+        """Ends with this process."""
         os.umask(UMASK)
         check_machine()
         sweep()
-        state, others = new_state(), [*environment(), *map(Path, expose)]
-        shown = {str(each): str(each) for each in others} | readable(ROOT, state / "checkout")
+        state = new_state()
+        shown = {str(each): str(each) for each in environment()} | readable(ROOT, state / "checkout")
         layout = Layout(
             state=str(state),
             nodes=tuple(nodes),
@@ -97,18 +83,13 @@ class Cluster:
             gpu_major=configuration.unused_major(Path("/proc/devices").read_text()),
             machine_gpus=tuple(map(str, Path("/dev").glob("nvidia[0-9]*"))),
         )
-        cluster = cls(Saved(layout=layout, settings=dict(settings or {})))
+        cluster = cls(layout, settings)
         try:
-            cluster._boot(lifeline)
+            cluster._boot()
         except BaseException:
             cluster.stop()
             raise
         return cluster
-
-    @classmethod
-    def attach(cls, state: Path) -> "Cluster":
-        """A cluster that another process started."""
-        return cls(msgspec.json.decode((state / "cluster.json").read_bytes(), type=Saved))
 
     def __enter__(self) -> "Cluster":
         return self
@@ -117,11 +98,6 @@ class Cluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-
-    @property
-    def is_up(self) -> bool:
-        """Whether its login host lives."""
-        return self._find(LOGIN) is not None
 
     # commands
 
@@ -269,37 +245,23 @@ class Cluster:
 
     # how it starts
 
-    def _boot(self, lifeline: bool) -> None:
-        began = time.monotonic()
-
-        def lap(name: str) -> None:
-            self.seconds[name] = round(time.monotonic() - began, 2)
-
+    def _boot(self) -> None:
         fill(self.layout, self.settings)
-        saved = Saved(layout=self.layout, settings=self.settings)
-        (self.state / "cluster.json").write_bytes(msgspec.json.encode(saved))
-        self._create(LOGIN, configuration.login_host(self.layout), (), lifeline)
+        self._create(LOGIN, configuration.login_host(self.layout), (), True)
         self._prepare_run()
-        lap("login host")
         for node in self.layout.nodes:
             self._create_node(node)
         self.daemon_start("munged")
         self.daemon_start("mariadbd")
-        lap("mariadbd")
         for node in self.layout.nodes:
             self._link_node(node)
-        lap("nodes")
         self.daemon_start("slurmdbd")
-        lap("slurmdbd")
         self._as_root("sacctmgr", "-i", "load", f"file={self.state}/accounts")
-        lap("accounts")
         self.daemon_start("slurmctld")
-        lap("slurmctld")
         for node in self.layout.nodes:
             self.daemon_start(f"slurmd@{node}")
         with self._blamed_on("slurmctld"):
             wait_for("all nodes to be idle", self._settle)
-        lap("idle")
 
     def _create(self, name: str, host: configuration.Host, prefix: Sequence[str], lifeline: bool) -> None:
         created = hosts.create(host, self.state / "log" / f"{name}.out", prefix, lifeline)

@@ -85,13 +85,6 @@ def _evaluate(learner, steps: int, case: dict, found: dict) -> None:
 
 def _score(learner, token_ids: list[int], case: dict, found: dict) -> None:
     found["scores"] = learner.logprobs(token_ids)
-    config = learner._model.config
-    if config.pipeline_model_parallel_size == config.context_parallel_size == 1:
-        found["logits"] = _logits(learner, token_ids)
-
-
-def _logprobs(learner, token_ids: list[int], case: dict, found: dict) -> None:
-    found["scores"] = learner.logprobs(token_ids)
 
 
 def _publish(learner, root: str, case: dict, found: dict) -> None:
@@ -244,7 +237,7 @@ def _rest(learner, _: object, case: dict, found: dict) -> None:
 VERBS = {
     "train": _train,
     "score": _score,
-    "logprobs": _logprobs,
+    "logprobs": _score,
     "keep": _keep,
     "publish": _publish,
     "evaluate": _evaluate,
@@ -287,29 +280,6 @@ def _join(parts):
     arrays = ("token_ids", "mask", "logprobs", "advantages", "weights", "routing")
     joined = {name: b"".join([getattr(part, name) for part in parts]) for name in arrays}
     return MicroBatch(sequence_lengths=[n for part in parts for n in part.sequence_lengths], **joined)
-
-
-def _logits(learner, token_ids: list[int]) -> list[list[float]]:
-    """[tokens, vocabulary] on every rank, from the hidden states below the head."""
-    import numpy as np
-    import torch
-    import torch.distributed as dist
-    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-
-    model, group, kept = learner._model, learner.ranks.tensor_group, []
-    hook = model.decoder.final_layernorm.register_forward_hook(lambda _m, _i, output: kept.append(output))
-    with torch.no_grad():
-        learner._scorer.forward(np.asarray(token_ids), [len(token_ids)], np.arange(1, len(token_ids)))
-        hook.remove()
-        hidden = kept[0]
-        if model.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, group=group)
-        tied = model.share_embeddings_and_output_weights
-        weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
-        local = (hidden[: len(token_ids), 0] @ weight.t()).contiguous()
-        parts = [torch.empty_like(local) for _ in range(group.size())]
-        dist.all_gather(parts, local, group=group)
-        return (torch.cat(parts, -1).float() / model.multipliers.logits).tolist()
 
 
 if __name__ == "__main__":

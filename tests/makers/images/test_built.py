@@ -16,11 +16,9 @@ from hpc_swe.makers.images.sources import Built
 from hpc_swe.makers.images.store import ImageStore, Problem
 from hpc_swe.tasks.graders.swebench import Swebench
 from hpc_swe.tasks.patch import take
-from tests.kit.checkout import IMAGES
 from tests.kit.crash import FORK, in_child
+from tests.kit.images import UNPACKED, require_apptainer
 from tests.kit.toy import git, gold, task
-
-BASE_IMAGE = IMAGES / "python-pytest"
 
 
 def test_nothing_younger_than_the_base_commit_can_be_read(repository, tmp_path):
@@ -117,11 +115,10 @@ def test_two_builders_of_one_folder_do_not_meet_and_a_dead_one_is_swept(tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["folder", "sif"])
 def test_a_built_image_opens_grades_and_gives_submissions(repository, tmp_path, form):
-    if shutil.which("apptainer") is None or not BASE_IMAGE.exists():
-        pytest.skip("Apptainer or its unpacked task image is missing: containers/build_image.sh")
+    require_apptainer(UNPACKED)
     source, base = repository
     (tmp_path / "requirements").write_text("")
-    recipe = Built(tmp_path / "images", BASE_IMAGE, source, tmp_path / "requirements")
+    recipe = Built(tmp_path / "images", UNPACKED, source, tmp_path / "requirements")
     toy = task(tmp_path, "unittest", base)
     shelf = ImageStore(recipe.images)
     with shelf.locked():

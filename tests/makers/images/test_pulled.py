@@ -21,10 +21,10 @@ from hpc_swe.makers.images.store import ImageManifest, ImageStore, Problem
 from hpc_swe.tasks.graders.swebench import Swebench
 from hpc_swe.tasks.patch import take
 from tests.kit import archives
-from tests.kit.checkout import IMAGES, ROOT
+from tests.kit.checkout import ROOT
+from tests.kit.images import UNPACKED, require_apptainer
 from tests.kit.toy import BROKEN, RECIPES, git, gold, patch, row, task, write_rows
 
-BASE_IMAGE = IMAGES / "python-pytest"
 ACTIVATE = 'conda() { PATH="/opt/miniconda3/envs/testbed/bin:$PATH"; }\n'
 SOLVED = BROKEN + "".join(f"\n\ndef f_{n}(number):\n    return number * {n}00_000\n" for n in range(3))
 slow = pytest.mark.slow
@@ -33,8 +33,7 @@ slow = pytest.mark.slow
 @pytest.fixture(scope="module")
 def layer(repository, tmp_path_factory):
     """A maker's image: the whole history, a commit upon the base, what a build left, an environment."""
-    if shutil.which("apptainer") is None or not BASE_IMAGE.exists():
-        pytest.skip("Apptainer or its unpacked task image is missing: containers/build_image.sh")
+    require_apptainer(UNPACKED)
     folder = tmp_path_factory.mktemp("layer")
     more = folder / "more"
     shutil.copytree(repository[0], more / "testbed", symlinks=True)
@@ -48,7 +47,7 @@ def layer(repository, tmp_path_factory):
     (binaries / "python").symlink_to("/usr/bin/python3")
     (more / "opt/miniconda3/bin").mkdir()
     (more / "opt/miniconda3/bin/activate").write_text(ACTIVATE)
-    yield archives.layer(BASE_IMAGE, more, folder / "layer.tar")
+    yield archives.layer(UNPACKED, more, folder / "layer.tar")
     shutil.rmtree(folder)
 
 
