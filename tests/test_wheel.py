@@ -1,5 +1,6 @@
 """What a wheel brings, installed where there is no checkout."""
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -9,8 +10,10 @@ import pytest
 
 from hpc_swe.base.rundir import RunDir
 from tests.kit.checkout import ROOT, environment
+from tests.kit.runtime import make_environment
 
 pytestmark = pytest.mark.slow
+FILLED_BY = ["requirements-cpu.txt", "vllm-name", "requirements-gpu.txt"]
 NOBODY = ["coordinator", "inference", "learner", "rollout", "reward"]
 
 
@@ -27,9 +30,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "site"
 
 
-def hpc_swe(site: Path, folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+def hpc_swe(
+    site: Path, folder: Path, *words: str, python: str = sys.executable
+) -> "subprocess.CompletedProcess[str]":
     folder.mkdir(exist_ok=True)
-    line = [sys.executable, "-m", "hpc_swe", *words]
+    line = [python, "-m", "hpc_swe", *words]
     environ = environment(PYTHONPATH=str(site))
     return subprocess.run(line, cwd=folder, env=environ, capture_output=True, text=True, timeout=300)
 
@@ -63,6 +68,15 @@ def test_a_run_starts_in_an_empty_folder_with_the_jobs_of_the_wheel(site: Path, 
     line = [sys.executable, "-P", "-m", "jobs.run", "--help"]
     told = subprocess.run(line, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
     assert "Keep the processes of one job" in told.stdout, told.stderr
+
+
+def test_the_demo_names_what_the_packages_of_a_login_node_lack(site: Path, tmp_path: Path) -> None:
+    make_environment(tmp_path / "login")
+    done = hpc_swe(site, tmp_path / "empty", "demo", python=str(tmp_path / "login/bin/python"))
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    named = re.findall(rf"{site}[^\s,]+", done.stderr)
+    assert [Path(path).name for path in named if Path(path).exists()] == FILLED_BY
+    assert list((tmp_path / "empty").iterdir()) == []
 
 
 def test_a_file_of_ones_own_goes_before_the_one_that_ships(site: Path, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from hpc_swe.config import config as configuration
 from hpc_swe.demo.model import SHAPES, SIZES
 from hpc_swe.demo.stages import curve, newest, of_stage, watched
 from hpc_swe.launch import control as run_control
+from hpc_swe.models import builds
 from hpc_swe.models.model_shape import read_config
 
 MODEL_S = 3600.0  # longest wait for random weights to be written
@@ -131,6 +132,17 @@ def run_command(words: Sequence[str], timeout_s: float) -> int:
         raise DeadlineError(f"{' '.join(words)}: it has not ended within {timeout_s:g} s") from None
 
 
+def require_torch() -> None:
+    """Raise HpcSweError where there are only the packages of a login node, which a wheel asks for."""
+    if not builds.installed().torch:
+        lists = shipped.folder("containers")
+        raise HpcSweError(
+            f"{sys.executable} has no torch, as on a login node: type {sys.executable} -m pip install "
+            f"--no-deps -r {lists}/requirements-cpu.txt {lists}/vllm-name, or for GPUs "
+            f"-r {lists}/requirements-gpu.txt"
+        )
+
+
 def run_name(text: str) -> str:
     """Return the name of a GRPO run, for `type=` of an argument; refuse what names no folder of its own."""
     if not re.fullmatch(r"\w[\w.-]*", text, re.ASCII):
@@ -182,6 +194,7 @@ def _plot(root: Path, before: Sequence[Attempt], after: Sequence[Attempt], train
 def run(demo: Demo, control: str) -> None:
     """Run all stages in order, with GRPO or with a control instead, and show the result."""
     began = time.monotonic()
+    require_torch()
     demo.make_image()
     name = demo.name or control or "grpo"
     start = newest(demo.stage("sft", demo.make_model(), "demo_sft"))
