@@ -23,6 +23,7 @@ from tests.kit.waiting import until
 
 pytestmark = pytest.mark.slow
 STEPS = 6
+VICTIMS = ["rollout", "reward", "coordinator", "engine", "learner", "inference"]
 
 
 class Killer:
@@ -30,9 +31,8 @@ class Killer:
 
     books: Books | None = None
 
-    def __init__(self, keep: Path) -> None:
-        self.keep, self.killed = keep, []
-        self.victims = ["rollout", "reward", "coordinator", "engine", "learner", "inference"]
+    def __init__(self, keep: Path, victims: list[str]) -> None:
+        self.keep, self.killed, self.victims = keep, [], list(victims)
 
     def __call__(self, run) -> None:
         self.books = self.books or Books(run, self.keep)
@@ -54,7 +54,7 @@ class Killer:
 @pytest.fixture(scope="module")
 def killed(small_run, warm_model, tmp_path_factory):
     keep = tmp_path_factory.mktemp("batches")
-    killer = Killer(keep)
+    killer = Killer(keep, VICTIMS)
     words = [
         f"model={warm_model}",
         f"steps={STEPS}",
@@ -63,7 +63,7 @@ def killed(small_run, warm_model, tmp_path_factory):
     ]
     run = small_run("killed", *words, each=killer)
     killer(run)
-    assert killer.killed == ["rollout", "reward", "coordinator", "engine", "learner", "inference"]
+    assert killer.killed == VICTIMS
     return run, killer.books
 
 
@@ -128,7 +128,7 @@ def test_advantages_are_rewards_less_their_groups_mean(batches, episodes):
 
 
 def test_fresh_tokens_have_the_learners_own_log_probabilities(killed):
-    values = _curves(killed[0], "learner")
+    values = curves(killed[0], "learner")
     fresh = [line["gap/max"] for line in values if line["step"] == 0]
     assert fresh
     assert max(fresh) < 1e-4
@@ -196,7 +196,7 @@ REQUIRED = {
 }
 
 
-def _curves(run, role: str) -> list[dict[str, float]]:
+def curves(run, role: str) -> list[dict[str, float]]:
     lines = []
     for path in run.metrics.glob(f"{role}-*.jsonl"):
         parsed = [json.loads(text) for text in path.read_bytes().splitlines()]
