@@ -36,8 +36,10 @@ OPTIMIZER = {"lr": 1e-3, "weight_decay": 0.0, "clip_grad": 0}
 CASES = {
     "tp1": (1, "dense", LORA | {"recompute": "selective"}, ONE),
     "tp1-attention": (1, "qwen2", LORA | {"lora_layers": "attention"}, ONE),
+    "hybrid-tp1": (1, "tied-hybrid", LORA, ONE),
     "tp2": (2, "dense", TENSOR | {"recompute": "elementwise"}, ONE),
     "tp2-sequence": (2, "qwen2", SEQUENCE | {"recompute": "products"}, [[[0, 1, 3], [2]]]),
+    "hybrid-tp2": (2, "hybrid", SEQUENCE | {"recompute": "selective"}, [[[0, 1, 3], [2]]]),
     "tp2-full": (2, "tied", SEQUENCE | {"recompute": "full"}, ONE),
     "dp2": (2, "dense", LORA, HALVES),
     "cp2-mlp": (2, "dense", LORA | {"context_parallel": 2, "lora_layers": "mlp"}, ONE),
@@ -49,7 +51,8 @@ class Runs:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.models = folder, tiny.make_models(folder / "models")
-        self.sequences = {name: tiny.make_sequences(self.model(name)) for name in ("dense", "tied", "qwen2")}
+        kinds = {case[1] for case in CASES.values()}
+        self.sequences = {kind: tiny.make_sequences(self.model(kind)) for kind in kinds}
         base = self._case("base", "dense", {"dtype": "float32"}, ONE) | {"do": [("logprobs", TEXT)]}
         self.answers = launcher.run_cases(
             1, [self._full(name) for name in CASES if CASES[name][0] == 1] + [base], folder
@@ -179,7 +182,9 @@ def test_steps_are_those_of_lora_in_plain_torch(runs, name):
         assert [m["policy/loss"] for m in answer["metrics"]] == pytest.approx(losses, rel=2e-5, abs=1e-6)
         assert [m["policy/grad_norm"] for m in answer["metrics"]] == pytest.approx(norms, rel=1e-4)
     if name not in ("dp2", "cp2-mlp"):  # whose optimizer divides the gradients among the ranks
-        assert apart(runs.factors(name, "grads"), grads) < 1e-6
+        largest = max(float(each.abs().max()) for pair in grads.values() for each in pair)
+        limit = 1e-5 * largest if "hybrid" in name else 1e-6  # as of all weights in test_parity.py
+        assert apart(runs.factors(name, "grads"), grads) < limit
     assert apart(runs.factors(name, "after"), factors) < 2e-4
 
 
@@ -195,7 +200,7 @@ def test_new_adapters_change_no_bit(runs):
     assert 0.9 / 96**0.5 < a.abs().max() <= 1 / 96**0.5
 
 
-@pytest.mark.parametrize("name", ["tp1", "tp2-sequence", "cp2-mlp", "bfloat16"])
+@pytest.mark.parametrize("name", ["tp1", "tp2-sequence", "cp2-mlp", "hybrid-tp2", "bfloat16"])
 def test_what_is_published_is_the_base_and_the_adapters_rounded_once(runs, name):
     """So whoever has both can make the weights that engines serve, bit for bit, on any device."""
     kind = CASES[name][1] if name in CASES else "dense"
@@ -212,7 +217,7 @@ def test_what_is_published_is_the_base_and_the_adapters_rounded_once(runs, name)
 
 
 def test_the_learner_computes_with_what_it_publishes(runs):
-    for name in ("tp1", "tp2-sequence"):
+    for name in ("tp1", "tp2-sequence", "hybrid-tp2"):
         model = AutoModelForCausalLM.from_pretrained(runs.folder / name / "after", dtype=torch.float32)
         with torch.no_grad():
             expected = tiny.score(model, torch.tensor(TEXT))[1:]
@@ -289,8 +294,9 @@ def test_a_folder_of_adapters_says_what_peft_must_know(runs):
     assert config["base_model_name_or_path"] == str(runs.models["qwen2"])
 
 
-@pytest.mark.parametrize("name", ["tp1", "tp1-attention", "cp2-mlp"])
+@pytest.mark.parametrize("name", ["tp1", "tp1-attention", "cp2-mlp", "hybrid-tp1", "hybrid-tp2"])
 def test_adapters_are_as_large_as_the_estimate_says(runs, name):
     _, model, policy, _ = CASES[name]
-    counted = adapter_parameters(ModelShape.read(runs.models[model]), Megatron(**policy))
+    alone = Megatron(**policy | {"tensor_parallel": 1, "sequence_parallel": False})
+    counted = adapter_parameters(ModelShape.read(runs.models[model]), alone)
     assert counted == sum(each.numel() for pair in runs.factors(name, "before").values() for each in pair)

@@ -40,21 +40,27 @@ def stepped(shape: ModelShape, policy: MegatronSettings, data_parallel: int) -> 
 def adapter_parameters(shape: ModelShape, policy: MegatronSettings) -> int:
     """Return the parameters of a rank's adapters, each of rank * (inputs + outputs), one of them divided."""
     tp, found = policy.tensor_parallel, 0
-    for inputs, outputs, is_row in _adapted(shape, policy):
-        found += inputs // tp + outputs if is_row else inputs + outputs // tp
-    return policy.lora_rank * shape.layers * found
+    for layers, inputs, outputs, is_row in _adapted(shape, policy):
+        found += layers * (inputs // tp + outputs if is_row else inputs + outputs // tp)
+    return policy.lora_rank * found
 
 
 def adapted_parameters(shape: ModelShape, policy: MegatronSettings) -> float:
     """Return the parameters of a rank's matrices that have adapters."""
-    sizes = (inputs * outputs for inputs, outputs, _ in _adapted(shape, policy))
-    return shape.layers * sum(sizes) / policy.tensor_parallel
+    sizes = (layers * inputs * outputs for layers, inputs, outputs, _ in _adapted(shape, policy))
+    return sum(sizes) / policy.tensor_parallel
 
 
-def _adapted(shape: ModelShape, policy: MegatronSettings) -> list[tuple[int, int, bool]]:
-    heads, groups = shape.heads * shape.head_dim, shape.groups * shape.head_dim
-    columns, rows = [heads, groups, groups], [(heads, shape.hidden, True)]
-    attention = [(shape.hidden, outputs, False) for outputs in columns] + rows
-    mlp = [(shape.hidden, shape.ffn, False)] * 2 + [(shape.ffn, shape.hidden, True)]
+def _adapted(shape: ModelShape, policy: MegatronSettings) -> list[tuple[int, int, int, bool]]:
+    """Return the number of layers that have such a matrix, its inputs and outputs, and which ranks divide."""
+    heads, groups, hidden = shape.heads * shape.head_dim, shape.groups * shape.head_dim, shape.hidden
+    queries, count = heads * (2 if shape.delta else 1), shape.attention_layers
+    attention = [(count, hidden, outputs, False) for outputs in (queries, groups, groups)]
+    attention += [(count, heads, hidden, True)]
+    if shape.delta:
+        values, count = shape.delta.values, len(shape.delta.layers)
+        attention += [(count, hidden, outputs, False) for outputs in (shape.delta.mixed, values)]
+        attention += [(count, values, hidden, True)]
+    mlp = [(shape.layers, hidden, shape.ffn, False)] * 2 + [(shape.layers, shape.ffn, hidden, True)]
     chosen = {"all": attention + mlp, "attention": attention, "mlp": mlp}
     return chosen[policy.lora_layers] if policy.lora_rank else []

@@ -3,6 +3,7 @@
 They have a module of their own, without torch, because the plugin and the code that it loads both need them.
 """
 
+from importlib.util import find_spec
 from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
@@ -55,7 +56,8 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
     lora_alpha: Annotated[int, Meta(gt=0)] = 32
     """With `lora_rank`: the product of the adapters counts lora_alpha / lora_rank times."""
     lora_layers: Literal["all", "attention", "mlp"] = "all"
-    """With `lora_rank`: which linear layers have adapters. all: those of attention and of the MLPs."""
+    """With `lora_rank`: which linear layers have adapters. all: those of attention, or delta nets in its
+    place, and of the MLPs."""
     delta_base: Literal["host", "gpu"] = "host"
     """Where the values of the last published version are kept when `learner.snapshot_every` > 1: in pinned
     memory of the host, or on the GPU, which is faster. They take two bytes for each bfloat16 parameter of a
@@ -117,21 +119,27 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
 
     def _check_delta_nets(self, shape: ModelShape) -> None:
         found = {
-            "device": self.device == "gpu",
             "pipeline_parallel": self.pipeline_parallel > 1,
             "context_parallel": self.context_parallel > 1,
-            "lora_rank": self.lora_rank > 0,
+            "deterministic": self.deterministic and self.device == "gpu",
         }
         if shape.delta and (keys := ", ".join(key for key, is_set in found.items() if is_set)):
             raise ConfigError(
                 f"[policy] {keys}: not supported for a model with gated delta nets (layer_types of its "
-                "config.json), which trains all weights, on CPUs, in tensor, sequence and data parallelism"
+                "config.json), which trains in tensor, sequence and data parallelism"
+            )
+        if shape.delta and self.device == "gpu" and self.dtype == "bfloat16" and not find_spec("fla"):
+            raise ConfigError(
+                "[policy] a model with gated delta nets (layer_types of its config.json) needs the package "
+                'fla-core on GPUs; install it (pip install --no-deps fla-core==0.6.0), or set device = "cpu"'
             )
 
     def _check_adapters(self, shape: ModelShape) -> None:
         rank, narrow = self.lora_rank, min(shape.hidden, shape.ffn)
         if self.lora_layers != "mlp":
-            narrow = min(shape.hidden, shape.groups * shape.head_dim, shape.ffn)
+            narrow = min(
+                narrow, shape.groups * shape.head_dim, *([shape.delta.values] if shape.delta else [])
+            )
         if rank and shape.experts:
             raise ConfigError(
                 f"[policy] lora_rank = {rank} needs a model without experts, which get no adapters"

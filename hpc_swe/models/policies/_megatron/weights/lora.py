@@ -33,6 +33,7 @@ from hpc_swe.base.store import atomic
 from hpc_swe.models.deltas.low_rank import ADAPTER_CONFIG, ADAPTER_TENSORS, Factors
 from hpc_swe.models.model_shape import ModelShape
 from hpc_swe.models.policies._megatron.kernels import pinned
+from hpc_swe.models.policies._megatron.model.delta_net import GatedDeltaNet
 from hpc_swe.models.policies._megatron.model.model import PolicyModel
 from hpc_swe.models.policies._megatron.model.parallel import TorchRanks
 from hpc_swe.models.policies._megatron.settings import MegatronSettings
@@ -54,6 +55,9 @@ class Rows:
     width: int
     start: int
     size: int
+    parts: tuple[int, ...] = ()
+    """Rows of each group in the parts of the matrix, if these stand one after another there, each of all
+    groups; empty where the matrix has the rows group by group."""
 
     def of_weight(self, fused: Tensor) -> Tensor:
         """Return a view [groups, size, inputs] of [rows, inputs]."""
@@ -63,6 +67,11 @@ class Rows:
         """Return this matrix's columns [tokens, groups * size] of [tokens, rows]."""
         parts = fused.view(len(fused), self.groups, self.width)
         return parts[:, :, self.start : self.start + self.size].flatten(1)
+
+    def of_matrix(self, whole: Tensor) -> Tensor:
+        """Return the rows [outputs, rank] of all ranks, which are in the order of groups, in the matrix's."""
+        parts = whole.view(-1, self.size, whole.shape[1]).split(self.parts or self.size, 1)
+        return torch.cat([part.flatten(0, 1) for part in parts])
 
 
 class Adapter(nn.Module):  # type: ignore[misc]
@@ -265,7 +274,8 @@ class Adapters:
                 whole = (
                     _whole(tensor.data, axis, self._ranks.tensor_group) if axis == each.split else tensor.data
                 )
-                found[f"base_model.model.{each.source}.{name}.weight"] = whole.cpu().contiguous()
+                ordered = each.rows.of_matrix(whole) if name == "lora_B" else whole
+                found[f"base_model.model.{each.source}.{name}.weight"] = ordered.cpu().contiguous()
         return found
 
     def write(self, folder: Path, factors: dict[str, Tensor], model: Path) -> None:
@@ -299,25 +309,43 @@ class Adapters:
 def _choose(
     model: PolicyModel, shape: ModelShape, settings: MegatronSettings
 ) -> Iterator[tuple[nn.Module, list[Rows], str]]:
-    groups, size = shape.groups // settings.tensor_parallel, shape.head_dim
-    queries, ffn = shape.heads // shape.groups * size, shape.ffn // settings.tensor_parallel
-    fused = [
-        ("q_proj", groups, queries + 2 * size, 0, queries),
-        ("k_proj", groups, queries + 2 * size, queries, size),
-        ("v_proj", groups, queries + 2 * size, queries + size, size),
-    ]
-    qkv = [Rows(f"self_attn.{name}", *place) for name, *place in fused]
-    output = [Rows("self_attn.o_proj", 1, shape.hidden, 0, shape.hidden)]
+    ffn = shape.ffn // settings.tensor_parallel
     gate_up = [Rows("mlp.gate_proj", 1, 2 * ffn, 0, ffn), Rows("mlp.up_proj", 1, 2 * ffn, ffn, ffn)]
     down = [Rows("mlp.down_proj", 1, shape.hidden, 0, shape.hidden)]
     for layer in model.decoder.layers:
         attention, mlp, chosen = layer.self_attention, layer.mlp, list[tuple[nn.Module, list[Rows]]]()
         if settings.lora_layers != "mlp":
-            chosen += [(attention.linear_qkv, qkv), (attention.linear_proj, output)]
+            is_delta = isinstance(attention, GatedDeltaNet)
+            rows, output = (_of_delta_net if is_delta else _of_attention)(shape, settings.tensor_parallel)
+            inputs = attention.linear_in if is_delta else attention.linear_qkv
+            chosen += [(inputs, rows), (attention.linear_proj, [output])]
         if settings.lora_layers != "attention":
             chosen += [(mlp.linear_fc1, gate_up), (mlp.linear_fc2, down)]
         for module, rows in chosen:
-            yield module, rows, f"model.layers.{layer.layer_number - 1}."
+            yield module, rows, f"{shape.prefix}layers.{layer.layer_number - 1}."
+
+
+def _of_attention(shape: ModelShape, ranks: int) -> tuple[list[Rows], Rows]:
+    groups, size = shape.groups // ranks, shape.head_dim
+    queries = shape.heads // shape.groups * size * (2 if shape.delta else 1)  # each with its gate
+    width, places = queries + 2 * size, {"q": (0, queries), "k": (queries, size), "v": (queries + size, size)}
+    rows = [Rows(f"self_attn.{name}_proj", groups, width, *place) for name, place in places.items()]
+    return rows, Rows("self_attn.o_proj", 1, shape.hidden, 0, shape.hidden)
+
+
+def _of_delta_net(shape: ModelShape, ranks: int) -> tuple[list[Rows], Rows]:
+    """Leave out those of a head's decay and rate, which have as few rows as there are heads."""
+    sizes = shape.delta
+    assert sizes is not None
+    groups, shared = sizes.key_heads // ranks, sizes.value_heads // sizes.key_heads
+    values = shared * sizes.value_dim
+    mixed = 2 * sizes.key_dim + values
+    width, parts = mixed + values + 2 * shared, (sizes.key_dim, sizes.key_dim, values)
+    rows = [
+        Rows("linear_attn.in_proj_qkv", groups, width, 0, mixed, parts),
+        Rows("linear_attn.in_proj_z", groups, width, mixed, values),
+    ]
+    return rows, Rows("linear_attn.out_proj", 1, shape.hidden, 0, shape.hidden)
 
 
 def _require_gradient(_: nn.Module, __: object, output: Tensor) -> None:
