@@ -34,6 +34,23 @@ EXPERTS = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+HYBRID = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+    "rope_theta": 10000000.0,
+    "partial_rotary_factor": 0.25,
+    "tie_word_embeddings": True,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 8,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
 TINY = {"head_dim": 32, "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 4096}
 
 
@@ -58,9 +75,11 @@ SHAPES: dict[str, dict[str, object]] = {
     "8B": COMMON | _sizes(4096, 12288, 36, 32),
     "14B": COMMON | _sizes(5120, 17408, 40, 40),
     "32B": COMMON | _sizes(5120, 25600, 64, 64),
+    "3.5-4B": COMMON | _sizes(2560, 9216, 32, 16) | HYBRID,
     "30B-A3B": COMMON | _sizes(2048, 6144, 48, 32) | EXPERTS,
 }
-"""Name -> config.json; the sizes are those of Qwen3, and `tiny` ones are for machines without a GPU."""
+"""Name -> config.json; the sizes are those of Qwen3, but 3.5-4B is the text model of Qwen3.5-4B, and `tiny`
+ones are for machines without a GPU."""
 
 
 def find_or_write(name: str, folder: Path) -> Path:

@@ -56,8 +56,8 @@ GPU = Vllm(
     environ={"VLLM_USE_FLASHINFER_SAMPLER": "0"},
 )
 ALONE, PAIRS = ("dense", "qwen2", "llama", "mistral", "experts", "lora"), ("qwen2-2", "experts-2", "lora-2")
-ALONE += ("granite", "granite4", "seed", "smollm3")
-CASES = dict.fromkeys(ALONE, 1) | dict.fromkeys(PAIRS, 2) | ({} if CUDA else {"delta-net": 1})
+ALONE += ("granite", "granite4", "seed", "smollm3", "delta-net")
+CASES = dict.fromkeys(ALONE, 1) | dict.fromkeys(PAIRS, 2)
 """Name of a case -> number of its engine's workers."""
 SMALL = TINY | {"hidden_size": 128, "tie_word_embeddings": False}
 WIDE = {"head_dim": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "initializer_range": 0.04}
@@ -88,6 +88,13 @@ MANY = LARGE | {
     "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768, "num_experts": 32,
     "num_experts_per_tok": 8, "norm_topk_prob": True, "tie_word_embeddings": False,
 }  # fmt: skip
+# Qwen3.5-0.8B with fewer words.
+HYBRID = LARGE | tiny.HYBRID | {
+    "vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "rms_norm_eps": 1e-6,
+}  # fmt: skip
 # Answers begin after the original 16 tokens. vLLM has YaRN's angles of `factor` times as many positions only.
 LLAMA3 = {"rope_parameters": tiny.LLAMA3 | {"original_max_position_embeddings": 16}}
 YARN = {"rope_parameters": tiny.YARN | {"factor": 128.0}, "max_position_embeddings": 2048}
@@ -101,7 +108,7 @@ SHAPES = {
     "seed": ("SeedOss", SMALL | tiny.UNDISTURBED | {"head_dim": 32}),
     "smollm3": ("SmolLM3", SMALL | {"num_hidden_layers": 4}),
     "lora": ("Qwen2", QWEN2 if CUDA else SMALL),
-    "delta-net": ("Qwen3_5", SMALL | tiny.HYBRID | WIDE | {"num_hidden_layers": 4}),
+    "delta-net": ("Qwen3_5", HYBRID if CUDA else SMALL | tiny.HYBRID | WIDE | {"num_hidden_layers": 4}),
     "experts": ("Qwen3Moe", MANY if CUDA else SMALL | FEW | {"head_dim": 32}),
 }
 COUNT, PROMPTS, ANSWER = (32, (16, 600), 128) if CUDA else (4, (4, 60), 40)

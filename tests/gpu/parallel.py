@@ -1,6 +1,7 @@
 """Compare each way to divide the learner, and each level of recomputation, with transformers.
 
-    python -m tests.gpu.parallel [dense] [qwen2] [llama] [mistral] [experts] [bfloat16] [float32]
+    python -m tests.gpu.parallel [dense] [qwen2] [llama] [mistral] [experts] [hybrid]
+                                 [bfloat16] [float32]
                                  [1] [2] [4] [LAYOUT]
 
 prints a line for each model, precision and layout of 1, 2 or 4 processes with the differences from
@@ -55,12 +56,16 @@ QWEN2 = NO_HEAD_DIM | (
 MISTRAL = SIZES | {"rope_parameters": tiny.YARN, "sliding_window": None}
 # YaRN sharpens attention: with weights of 0.02, bfloat16 moves the loss of the second step by up to 20 %.
 MISTRAL |= {"initializer_range": 0.014} if CUDA else {}
+HYBRID = tiny.HYBRID | (
+    {"head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128} if CUDA else {}
+)
 FAMILIES = {
     "dense": ("Qwen3", SIZES),
     "qwen2": ("Qwen2", QWEN2),
     "llama": ("Llama", SIZES | {"rope_parameters": tiny.LLAMA3, "tie_word_embeddings": True}),
     "mistral": ("Mistral", MISTRAL),
     "experts": ("Qwen3Moe", SIZES | EXPERTS),
+    "hybrid": ("Qwen3_5", SIZES | HYBRID),
 }
 ONE, HALVES, FOUR = [[[0, 1], [2, 3]]], [[[0, 1]], [[2, 3]]], [[[0], [1], [2], [3]]]
 QUARTERS = [[[0]], [[1]], [[2]], [[3]]]
@@ -102,7 +107,8 @@ WAYS = list(LAYOUTS)
 LAYOUTS |= {f"hosted {share}": Layout(1, {"offload_optimizer": share}) for share in (0.6, 1.0)}
 LAYOUTS |= {"lora": Layout(1, LORA), "lora TP=2": Layout(2, TP | LORA)}
 MAIN = ["one", "elementwise", "products", "TP=2"]
-"""What is compared of the models whose kernels differ from those of the others in the layers alone."""
+"""What is compared of the models whose kernels differ from those of the others in the layers alone, and of
+those that cannot be divided in all ways."""
 LIMITS = {
     "float32": {"logprobs": 5e-5, "loss": 1e-4, "norm": 1e-4, "weights": 2e-2, "bits": 0.0},
     # Rounding sends tokens to other experts, and the loss is a small difference of large terms.
@@ -112,10 +118,10 @@ CASES = [
     (family, dtype, layout)
     for family in FAMILIES
     for dtype in ("float32", "bfloat16")
-    for layout in (MAIN if family in ("qwen2", "llama", "mistral") else WAYS)
+    for layout in (MAIN if family in ("qwen2", "llama", "mistral", "hybrid") else WAYS)
     if family == "experts" or "EP" not in layout
 ]
-CASES += [(family, "bfloat16", "again one") for family in FAMILIES]
+CASES += [(family, "bfloat16", "again one") for family in FAMILIES if family != "hybrid"]
 CASES += [("dense", "bfloat16", "again TP=2"), ("experts", "bfloat16", "again EP=2 DP=2")]
 CASES += [(family, "bfloat16", f"hosted {share}") for family in ("dense", "experts") for share in (0.6, 1.0)]
 CASES += [("dense", "float32", "hosted 1.0"), *(("dense", dtype, "lora TP=2") for dtype in LIMITS)]

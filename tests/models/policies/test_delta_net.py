@@ -1,6 +1,7 @@
 """Gated delta nets: states end where sequences end, and a wrapped model's other parts stay as they are."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,18 @@ from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditio
 from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs  # noqa: E402
 
 from hpc_swe.base.errors import ConfigError  # noqa: E402
-from hpc_swe.models.policies._megatron.kernels.delta_rule import CHUNK, convolved, delta_rule  # noqa: E402
+from hpc_swe.models.policies._megatron.kernels.delta_rule import (  # noqa: E402
+    CHUNK,
+    Borders,
+    convolved,
+    delta_rule,
+)
 from hpc_swe.models.policies.megatron import Megatron  # noqa: E402
 from tests.kit.ranks import launcher, tiny  # noqa: E402
 
 TEXT = [(7 * i + 3) % tiny.VOCAB for i in range(75)]
 TP2 = {"dtype": "float32", "tensor_parallel": 2}
+RANK = 4
 VISION = {
     "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64,
     "patch_size": 4, "num_position_embeddings": 16,
@@ -35,7 +42,7 @@ def test_no_state_passes_a_border_at_any_place_of_a_chunk():
     sizes = [(tokens, heads, 8), (tokens, heads, 8), (tokens, heads, 4), (tokens, heads), (tokens, heads)]
     states = [torch.randn(size, requires_grad=True) for size in sizes]
     query, key, value, decay, rate = states
-    found = delta_rule(query, key, value, -0.1 * decay.exp(), rate.sigmoid(), lengths)
+    found = delta_rule(query, key, value, -0.1 * decay.exp(), rate.sigmoid(), Borders(lengths))
     parts = zip(*(each.split(lengths) for each in states), strict=True)
     alone = [
         theirs.torch_chunk_gated_delta_rule(
@@ -54,7 +61,7 @@ def test_no_state_passes_a_border_at_any_place_of_a_chunk():
         theirs.causal_conv1d_fn(each.t()[None], kernel, activation="silu")[0].t()
         for each in inputs.split(lengths)
     ]
-    assert (convolved(inputs, kernel[:, None], lengths) - torch.cat(alone)).abs().max() < 1e-6
+    assert (convolved(inputs, kernel[:, None], Borders(lengths)) - torch.cat(alone)).abs().max() < 1e-6
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +97,9 @@ def runs(tmp_path_factory, wrapped) -> tuple[Path, dict]:
         ("score", TEXT), ("export", "before"), ("train", 1), ("save", saved),
         ("train", 1), ("export", "after"),
     ]  # fmt: skip
-    found = launcher.run_cases(2, [base | {"name": "two", "policy": TP2, "do": do}], folder)
+    adapted = {"policy": TP2 | {"lora_rank": RANK}, "do": [("train", 1), ("export", "after")]}
+    cases = [base | {"name": "two", "policy": TP2, "do": do}, base | {"name": "adapted"} | adapted]
+    found = launcher.run_cases(2, cases, folder)
     do = [("load", saved), ("train", 1), ("export", "after")]
     alone = base | {"name": "one", "policy": {"dtype": "float32"}, "do": do}
     return folder, found | launcher.run_cases(1, [alone], folder)
@@ -116,6 +125,19 @@ def test_a_wrapped_model_is_trained_inside_its_wrapper(runs, wrapped):
     assert after["mtp.norm.weight"].dtype == torch.bfloat16
     told = {name for rank in answers["two"] for name in rank["tensors"]}
     assert told == source.keys()
+
+
+def test_adapters_of_a_wrapped_model_fit_the_tensors_of_its_folder(runs, wrapped):
+    folder, source = runs[0] / "adapted" / "after", load_file(wrapped / "model.safetensors")
+    after, factors = tensors(folder), load_file(folder / "adapter" / "adapter_model.safetensors")
+    scale = json.loads((folder / "adapter" / "adapter_config.json").read_text())["lora_alpha"] / RANK
+    stems = {name.rpartition(".lora_")[0] for name in factors}
+    for stem in stems:
+        name = f"{stem.removeprefix('base_model.model.')}.weight"
+        a, b = (factors[f"{stem}.lora_{factor}.weight"].double() for factor in "AB")
+        assert torch.equal(after.pop(name), (source[name].double() + scale * b @ a).float())
+    assert len(stems) == 3 * 3 + 4 + 4 * 3, "three matrices of each delta net and MLP, four of attention"
+    assert all(torch.equal(each, source[name]) for name, each in after.items())
 
 
 def test_a_checkpoint_of_two_ranks_continues_on_one(runs):
@@ -157,12 +179,19 @@ def test_a_wrapped_model_whose_keys_are_not_in_a_text_config_is_refused(wrapped,
         Megatron(device="cpu").check_model(tmp_path, data_parallel=1)
 
 
-@pytest.mark.parametrize("key", ["pipeline_parallel", "context_parallel", "lora_rank"])
+@pytest.mark.parametrize("key", ["pipeline_parallel", "context_parallel"])
 def test_what_delta_nets_do_not_support_is_named(wrapped, key):
     with pytest.raises(ConfigError, match=rf"\[policy\] {key}: not supported for a model with gated delta"):
         Megatron(device="cpu", **{key: 2}).check_model(wrapped, data_parallel=1)
-    with pytest.raises(ConfigError, match=r"\[policy\] device: not supported"):
+    with pytest.raises(ConfigError, match=r"\[policy\] deterministic: not supported"):
+        Megatron(deterministic=True).check_model(wrapped, data_parallel=1)
+
+
+@pytest.mark.skipif(find_spec("fla") is not None, reason="fla-core is installed")
+def test_a_gpu_needs_the_package_with_kernels_of_delta_nets(wrapped):
+    with pytest.raises(ConfigError, match=r"needs the package fla-core on GPUs; install it"):
         Megatron().check_model(wrapped, data_parallel=1)
+    Megatron(dtype="float32").check_model(wrapped, data_parallel=1)  # plain torch computes it
 
 
 def test_a_wrapped_model_without_its_model_of_images_is_refused(wrapped, tmp_path):

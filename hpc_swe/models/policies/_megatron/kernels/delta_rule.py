@@ -1,48 +1,66 @@
-"""Compute what a gated delta net does over time, within each sequence of a pack, in plain torch.
+"""Compute what a gated delta net does over time, within each sequence of a pack.
 
-This is the reference, on any device. Kernels of a GPU get the same arguments: states of all sequences, one
-after another, and their lengths. No state passes a border between sequences.
+No state passes a border between sequences. In plain torch it is the reference, on any device;
+linear_attention.py has kernels of a GPU for bfloat16.
 """
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from hpc_swe.models.policies._megatron.kernels import linear_attention
+from hpc_swe.models.policies._megatron.kernels.linear_attention import Ends
 
 CHUNK = 64
 """Tokens between which products of matrices take the place of the recurrence."""
 EPS = 1e-6
 
 
-def convolved(states: Tensor, weight: Tensor, lengths: Sequence[int]) -> Tensor:
+@dataclass(frozen=True)
+class Borders:
+    """Hold where the sequences of a pack end."""
+
+    lengths: list[int]
+    ends: Ends | None = None
+    """The same for kernels of a GPU; None where plain torch computes."""
+
+
+def convolved(states: Tensor, weight: Tensor, borders: Borders) -> Tensor:
     """Return silu of a causal convolution of each channel, [tokens, channels].
 
     `states` are [tokens, channels], `weight` is [channels, 1, kernel]; before a sequence there are zeros.
     """
+    if borders.ends:
+        return linear_attention.convolved(states, weight, borders.ends)
     channels, _, kernel = weight.shape
     outputs = []
-    for part in states.split(list(lengths)):
+    for part in states.split(borders.lengths):
         padded = F.pad(part.t(), (kernel - 1, 0))
         outputs.append(F.conv1d(padded[None], weight, groups=channels)[0].t())
     return F.silu(torch.cat(outputs))
 
 
 def delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, lengths: Sequence[int]
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, borders: Borders
 ) -> Tensor:
     """Return what queries read from the state of their head, [tokens, heads, v], in the type of `value`.
 
-    `query` and `key` are [tokens, heads, k] and `value` [tokens, heads, v]; `decay`, which is not above 0,
-    and `rate` are [tokens, heads]. With q and k of norm 1, a state S [k, v] begins as 0, and each token does
+    `query` and `key` are [tokens, groups, k], each for as many heads side by side, and `value` [tokens,
+    heads, v]; `decay`, which is not above 0, and `rate` are [tokens, heads]. With q and k of norm 1, a state
+    S [k, v] begins as 0, and each token does
 
         S = exp(decay) S;  S = S + rate k (value - S^T k)^T;  output = S^T q / sqrt(k)
 
     in float32. Source: Yang et al. 2024, arXiv 2412.06464; its chunks: Yang et al. 2024, arXiv 2406.06484.
     """
-    sizes = list(lengths)
-    parts = zip(*(each.float().split(sizes) for each in (query, key, value, decay, rate)), strict=True)
-    return torch.cat([_sequence(*part) for part in parts]).to(value.dtype)
+    if borders.ends:
+        return linear_attention.delta_rule(query, key, value, decay, rate, borders.ends)
+    shared = value.shape[1] // query.shape[1]
+    query, key = (each.repeat_interleave(shared, 1) for each in (query, key))
+    inputs = (each.float().split(borders.lengths) for each in (query, key, value, decay, rate))
+    return torch.cat([_sequence(*part) for part in zip(*inputs, strict=True)]).to(value.dtype)
 
 
 def _sequence(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class ShiftedNorm(RMSNorm):
 
 def residual_norm(norm: RMSNorm, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Return `hidden` for the sum, and normed for what is added; their gradients meet in one kernel."""
-    if not hidden.is_cuda:
+    if not hidden.is_cuda or isinstance(norm, ShiftedNorm):
         return hidden, norm(hidden)
     residual, normed = _ResidualNorm.apply(hidden, norm.weight, norm.eps)
     return residual, normed

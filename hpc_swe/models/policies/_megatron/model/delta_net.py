@@ -16,7 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor, nn
 
-from hpc_swe.models.policies._megatron.kernels.delta_rule import convolved, delta_rule
+from hpc_swe.models.policies._megatron.kernels.delta_rule import Borders, convolved, delta_rule
 from hpc_swe.models.policies._megatron.kernels.overlap import GatheredLinear, ScatteredLinear
 from hpc_swe.models.policies._megatron.kernels.recompute import Call
 from hpc_swe.models.policies._megatron.model.layer import DecoderConfig
@@ -69,7 +69,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
     def context(self, hidden: Tensor, packing: Packing, cheap: Call, costly: Call) -> Tensor:
         """Return what the output projection takes, [tokens, 1, value heads * d], for normed states."""
         mixed = costly(self._mixed, hidden)
-        core = partial(self._core, packing.lengths)
+        core = partial(self._core, packing.borders)
         if self._computes_core_again:
             found: Tensor = tensor_parallel.checkpoint(core, False, mixed)
         else:
@@ -99,17 +99,16 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
         mixed, _ = self.linear_in(hidden)
         return mixed
 
-    def _core(self, lengths: list[int], mixed: Tensor) -> Tensor:
+    def _core(self, borders: Borders, mixed: Tensor) -> Tensor:
         sizes, shared = self._sizes, self._shared
         parts = mixed.squeeze(1).unflatten(1, (self._groups, -1))
         values = shared * sizes.value_dim
         states, gate, rate, step = parts.split([2 * sizes.key_dim + values, values, shared, shared], 2)
-        states = convolved(states.flatten(1), self.convolution, lengths).unflatten(1, (self._groups, -1))
-        *pair, value = states.split([sizes.key_dim, sizes.key_dim, values], 2)
-        query, key = (each.repeat_interleave(shared, 1) for each in pair)
+        states = convolved(states.flatten(1), self.convolution, borders).unflatten(1, (self._groups, -1))
+        query, key, value = states.split([sizes.key_dim, sizes.key_dim, values], 2)
         decay = -self.A_log.float().exp() * F.softplus(step.flatten(1).float() + self.dt_bias)
         by_head = (len(parts), -1, sizes.value_dim)
-        read = delta_rule(query, key, value.reshape(by_head), decay, rate.flatten(1).sigmoid(), lengths)
+        read = delta_rule(query, key, value.reshape(by_head), decay, rate.flatten(1).sigmoid(), borders)
         return self._gated_norm(read, gate.reshape(by_head)).flatten(1).unsqueeze(1)
 
     def _gated_norm(self, read: Tensor, gate: Tensor) -> Tensor:

@@ -12,7 +12,9 @@ from torch import Tensor
 from hpc_swe.base.errors import ProtocolError
 from hpc_swe.base.records import MicroBatch, float_array
 from hpc_swe.models.model_shape import ModelShape
+from hpc_swe.models.policies._megatron.kernels.delta_rule import Borders
 from hpc_swe.models.policies._megatron.kernels.flash_attention import Facts, Kernels, choose
+from hpc_swe.models.policies._megatron.kernels.linear_attention import Ends
 from hpc_swe.models.policies._megatron.model.frequencies import frequencies
 from hpc_swe.models.policies._megatron.model.parallel import device
 from hpc_swe.models.policies.base import TrainedTokens
@@ -46,8 +48,8 @@ class Packing:
     The host knows all lengths, so no kernel has to wait for the GPU.
     """
 
-    lengths: list[int]
-    """Length of each sequence, padding as one more; their sum is the number of tokens."""
+    borders: Borders
+    """Of the sequences, padding as one more; their lengths' sum is the number of tokens."""
     kernels: Kernels
     """What computes attention."""
     blocks: list[Block]
@@ -78,6 +80,7 @@ class Packer:
     ) -> None:
         self.facts = Facts.find(dtype, shape.head_dim)
         self.kernels = choose(self.facts)
+        self._has_kernels = shape.delta is not None and self.kernels != "torch"
         self._dtype, self._multiple, self._scale = dtype, multiple * parts, shape.rope.attention_factor
         self._rank, self._parts = rank, parts
         self._frequencies = frequencies(shape.rope, shape.head_dim).to(device())
@@ -100,7 +103,7 @@ class Packer:
         first, last = np.searchsorted(trained, np.array([self._rank, self._rank + 1]) * part + 1).tolist()
         own = trained[first:last]
         packing = Packing(
-            lengths=padded,
+            borders=Borders(padded, Ends.of(padded, device()) if self._has_kernels else None),
             kernels=self.kernels,
             blocks=self._blocks(padded),
             cosines=(angles.cos() * self._scale).to(self._dtype),
