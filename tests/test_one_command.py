@@ -16,15 +16,13 @@ from packaging.requirements import Requirement
 from hpc_swe import __version__
 from hpc_swe.__main__ import COMMANDS
 from hpc_swe.base.cli import BROKEN_PIPE
-from tests.kit.checkout import ROOT
+from tests.kit.checkout import ROOT, typed
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def said(*words: str) -> "subprocess.CompletedProcess[str]":
-    line = [sys.executable, "-m", "hpc_swe", *words]
-    environ = os.environ | {"COLUMNS": "200"}
-    return subprocess.run(line, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=600)
+    return typed("hpc_swe", *words, COLUMNS="200")
 
 
 def test_the_version_is_told() -> None:
@@ -41,8 +39,7 @@ def test_a_command_that_is_none_is_refused_with_those_that_are(name: str) -> Non
 
 def test_commands_do_what_their_modules_do(tmp_path: Path) -> None:
     done = said("launch", "tick", str(tmp_path))
-    module = [sys.executable, "-m", "hpc_swe.launch", "tick", str(tmp_path)]
-    alone = subprocess.run(module, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    alone = typed("hpc_swe.launch", "tick", tmp_path)
     assert (done.returncode, done.stderr) == (alone.returncode, alone.stderr)
     assert done.returncode == 2
 
@@ -97,9 +94,7 @@ def test_the_list_has_every_module_that_is_a_command() -> None:
 
 
 def test_commands_of_makers_keep_the_names_that_they_had() -> None:
-    module = [sys.executable, "-m", "hpc_swe.tasks.check", "--help"]
-    environ = os.environ | {"COLUMNS": "200"}
-    alone = subprocess.run(module, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
+    alone = typed("hpc_swe.tasks.check", "--help", COLUMNS="200")
     assert alone.returncode == 0, alone.stderr
     assert alone.stdout == said("tasks.check", "--help").stdout == said("check", "--help").stdout
 

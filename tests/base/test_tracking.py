@@ -1,7 +1,6 @@
 """Curves for trackers of others. The packages are stood in for by modules that write down their calls."""
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -9,8 +8,7 @@ import pytest
 from hpc_swe.base.metrics import Log
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.tracking import FOLDERS, Tracking
-from tests.kit.checkout import ROOT, environment
-from tests.kit.waiting import DEADLINE_S
+from tests.kit.checkout import typed
 
 STAND_IN = """
 import json, os
@@ -76,11 +74,7 @@ def test_a_tracker_that_fails_costs_one_warning_and_no_training(tmp_path, monkey
 
 def test_a_tracker_that_is_not_installed_is_refused_by_the_start(tmp_path):
     (tmp_path / "wandb").mkdir()  # what W&B keeps is no package
-    variables = environment() | {"PYTHONPATH": str(tmp_path)}
-    line = [sys.executable, "-m", "hpc_swe.launch", "start", "configs/demo.toml", f"model={tmp_path}"]
-    words = ["tracker=wandb", "--run", str(tmp_path / "run"), "--dry-run"]
-    done = subprocess.run(
-        [*line, *words], capture_output=True, text=True, cwd=ROOT, env=variables, timeout=DEADLINE_S
-    )
+    words = (f"model={tmp_path}", "tracker=wandb", "--run", tmp_path / "run", "--dry-run")
+    done = typed("hpc_swe.launch", "start", "configs/demo.toml", *words, PYTHONPATH=str(tmp_path))
     assert done.returncode == 2
     assert "has no such package; pip install wandb, or leave the key out" in done.stderr

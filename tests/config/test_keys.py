@@ -1,16 +1,13 @@
 """The list of all keys of a configuration."""
 
 import subprocess
-import sys
 
 from hpc_swe.config import keys
-from tests.kit.checkout import ROOT
-from tests.kit.waiting import DEADLINE_S
+from tests.kit.checkout import ROOT, typed
 
 
-def listed(*words: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "hpc_swe.launch", "keys", *words]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+def listed(*words: str) -> "subprocess.CompletedProcess[str]":
+    return typed("hpc_swe.launch", "keys", *words)
 
 
 def test_the_page_of_all_keys_is_that_of_today():

@@ -1,6 +1,8 @@
-"""Where this checkout lies, and an environment in which other processes import it and its tests."""
+"""Where this checkout lies, and how other processes import it and its tests."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -12,3 +14,11 @@ STAND_INS = ROOT / "tests" / "kit" / "stand_ins"
 def environment(**more: str) -> dict[str, str]:
     """Return this process's environment, with the checkout before installed packages."""
     return {**os.environ, "PYTHONPATH": str(ROOT), **more}
+
+
+def typed(module: str, *words: object, **more: str) -> "subprocess.CompletedProcess[str]":
+    """Return what a command of this checkout did and said."""
+    line = [sys.executable, "-m", module, *map(str, words)]
+    return subprocess.run(
+        line, cwd=ROOT, env=environment(**more), capture_output=True, text=True, timeout=1500
+    )

@@ -1,15 +1,12 @@
 """Published forms of buggy programs are checked by the command alone, in the sandbox that runs use."""
 
-import subprocess
-import sys
-
 import pytest
 
 from hpc_swe.tasks import task_checks
 from hpc_swe.tasks.sets.programs import Programs
 from hpc_swe.tasks.visible_tests import ids_of_tests
 from tests.kit import packs
-from tests.kit.checkout import IMAGES, ROOT, environment
+from tests.kit.checkout import IMAGES, typed
 
 
 @pytest.mark.slow
@@ -19,9 +16,8 @@ def test_faults_fail_and_repairs_pass_in_rows_of_humanevalpack(tmp_path):
         pytest.skip("the task image is not built: containers/build_image.sh")
     names = packs.write(tmp_path / "pack.jsonl")
     words = [f"taskset.eval={tmp_path}/pack.jsonl", "tasks.train=0", "tasks.eval=164", "taskset.timeout_s=5"]
-    line = [sys.executable, "-m", "hpc_swe.check", "configs/swepdb.toml", *words]
-    line += ["--out", str(tmp_path / "checked.jsonl"), "--runs", "1", "--jobs", "2"]
-    done = subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
+    words += ["--out", str(tmp_path / "checked.jsonl"), "--runs", "1", "--jobs", "2"]
+    done = typed("hpc_swe.check", "configs/swepdb.toml", *words)
     assert done.returncode == 0, done.stderr
     checks = task_checks.read(tmp_path / "checked.jsonl")
     assert sorted(checks) == sorted(names)

@@ -1,7 +1,6 @@
 """Rewarded episodes become rows, and a run trains the very tokens that were sampled."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -31,7 +30,7 @@ from hpc_swe.launch import create, plan, trajectories
 from hpc_swe.makers.export_episodes import RunExport, collect
 from hpc_swe.roles.coordinator import archive
 from hpc_swe.roles.rollout.episode import Played, record
-from tests.kit.checkout import ROOT, environment
+from tests.kit.checkout import ROOT, typed
 from tests.kit.recording import V1, serve, stage
 from tests.kit.toy_model import CONTROL, HERMES, make_model
 
@@ -98,10 +97,7 @@ def run(tmp_path, config):
 
 
 def export(run: RunDir, out: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    line = [sys.executable, "-m", "hpc_swe.export_episodes", str(run.root), "--out", str(out), *words]
-    return subprocess.run(
-        line, cwd=ROOT, env=environment(COLUMNS="200"), capture_output=True, text=True, timeout=600
-    )
+    return typed("hpc_swe.export_episodes", run.root, "--out", out, *words, COLUMNS="200")
 
 
 def sft(config, *words: str):

@@ -19,13 +19,13 @@ from hpc_swe.makers.mine_history import Sifting, run
 from hpc_swe.makers.mining import Trial, sort_tests
 from hpc_swe.tasks import task_checks
 from hpc_swe.tasks.graders.swebench import Swebench
-from tests.kit.checkout import IMAGES, ROOT, environment
+from tests.kit.checkout import IMAGES, ROOT, environment, typed
 from tests.kit.histories import commit, make
 from tests.kit.images import UNPACKED, require_apptainer
 from tests.kit.toy import git
 from tests.kit.waiting import until
 
-COMMAND = [sys.executable, "-m", "hpc_swe.mine_history"]
+COMMAND = "hpc_swe.mine_history"
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +33,6 @@ def past(tmp_path_factory):
     """The repository, the ids of its commits by kind, and the file in which its flaky test counts."""
     folder = tmp_path_factory.mktemp("history")
     return folder / "calc", make(folder / "calc", folder / "looks"), folder / "looks"
-
-
-def mine(*words: object, **more: object) -> "subprocess.CompletedProcess[str]":
-    line = [*COMMAND, *map(str, words)]
-    return subprocess.run(
-        line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600, **more
-    )
 
 
 def sift(repository, texts=None, limit=None):
@@ -136,7 +129,7 @@ def test_only_tests_that_end_alike_in_all_runs_count(before, after, kind):
 
 
 def test_a_dry_run_lists_the_commits_and_writes_nothing(past, tmp_path):
-    done = mine(past[0], "--out", tmp_path / "out", "--dry-run")
+    done = typed(COMMAND, past[0], "--out", tmp_path / "out", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "11 of 11 commits were looked at: 5 candidates; nothing was run" in done.stdout
     assert done.stdout.count("a candidate") == 5
@@ -144,13 +137,13 @@ def test_a_dry_run_lists_the_commits_and_writes_nothing(past, tmp_path):
 
 
 def test_what_is_wrong_with_the_call_is_one_clear_error(past, tmp_path):
-    empty = mine(tmp_path, "--out", tmp_path / "out", "--dry-run")
+    empty = typed(COMMAND, tmp_path, "--out", tmp_path / "out", "--dry-run")
     assert (empty.returncode, empty.stderr.count("\n")) == (2, 1)
     assert "not a git repository" in empty.stderr
-    inside = mine(past[0] / "calc", "--out", tmp_path / "out", "--dry-run")
+    inside = typed(COMMAND, past[0] / "calc", "--out", tmp_path / "out", "--dry-run")
     assert "name the repository itself" in inside.stderr
     (tmp_path / "issues").write_text('{"commit": "0123456", "text": "a b c"}\n')
-    issues = mine(past[0], "--out", tmp_path / "out", "--dry-run", "--issues", tmp_path / "issues")
+    issues = typed(COMMAND, past[0], "--out", tmp_path / "out", "--dry-run", "--issues", tmp_path / "issues")
     assert f"{tmp_path}/issues:1: 0 of 11 commits begin with '0123456'" in issues.stderr
     (tmp_path / "issues").write_text("[]\n")
     with pytest.raises(ConfigError, match="it must be"):
@@ -158,12 +151,12 @@ def test_what_is_wrong_with_the_call_is_one_clear_error(past, tmp_path):
 
 
 def test_nothing_is_written_without_candidates_or_into_folders_of_others(past, tmp_path):
-    done = mine(past[0], "--out", tmp_path / "out", "--tests", "checks/*")
+    done = typed(COMMAND, past[0], "--out", tmp_path / "out", "--tests", "checks/*")
     assert done.returncode == 1, done.stderr
     assert "there is no candidate; nothing was run or written" in " ".join(done.stdout.split())
     assert not (tmp_path / "out").exists()
     (tmp_path / "rows.jsonl").write_text("mine\n")
-    refused = mine(past[0], "--out", tmp_path, "sandbox={type='process'}")
+    refused = typed(COMMAND, past[0], "--out", tmp_path, "sandbox={type='process'}")
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
     assert "has files that are not of this command; choose another --out" in refused.stderr
     assert [path.read_text() for path in tmp_path.iterdir()] == ["mine\n"]
@@ -200,7 +193,7 @@ def test_a_history_becomes_tasks_also_when_the_command_is_killed(past, tmp_path)
     config.write_text(f'[sandbox]\ntype = "tests.kit.toy:Checkout"\nrepository = "{repository}"\n')
     words = [repository, "configs/swebench.toml", config, "--out", out, "--runs", "2"]
     process = subprocess.Popen(
-        [*COMMAND, *map(str, words)],
+        [sys.executable, "-m", COMMAND, *map(str, words)],
         cwd=ROOT,
         env=environment(),
         stdout=subprocess.DEVNULL,
@@ -213,7 +206,7 @@ def test_a_history_becomes_tasks_also_when_the_command_is_killed(past, tmp_path)
     before = trials.read_bytes()
     trials.write_bytes(before + b'{"commit": "torn')
     looks.unlink(missing_ok=True)
-    done = mine(*words)
+    done = typed(COMMAND, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert trials.read_bytes().startswith(before), "what was known is not tried again"
     lines = [json.loads(line) for line in trials.read_text().splitlines()]
@@ -234,22 +227,12 @@ def test_a_history_becomes_tasks_also_when_the_command_is_killed(past, tmp_path)
     good = rows[made["good"]]
     assert good["FAIL_TO_PASS"] == ["tests/test_core.py::test_add"]
     assert good["PASS_TO_PASS"] == ["tests/test_core.py::test_double"]
-    assert_usable([*map(str, words[1:3]), str(out / "taskset.toml")], tmp_path / "checked.jsonl")
+    assert_usable([*words[1:3], out / "taskset.toml"], tmp_path / "checked.jsonl")
 
 
-def assert_usable(files: list[str], out: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "hpc_swe.check",
-        *files,
-        "--out",
-        str(out),
-        "--runs",
-        "1",
-        "tasks.eval=0",
-    ]
-    subprocess.run(command, cwd=ROOT, env=environment(), check=True, capture_output=True, timeout=600)
+def assert_usable(files: list[object], out: Path) -> None:
+    done = typed("hpc_swe.check", *files, "--out", out, "--runs", "1", "tasks.eval=0")
+    assert done.returncode == 0, done.stderr
     verdicts = task_checks.read(out).values()
     assert [one.verdict for one in verdicts] == ["usable"]
     assert any(one.changed_tests for one in verdicts), "retests work on them"
@@ -273,7 +256,8 @@ def test_images_of_tasks_hold_no_later_history_and_what_set_up_made(past, tmp_pa
         "--set-up",
         "echo made > calc/made.txt",
     ]
-    done = mine(
+    done = typed(
+        COMMAND,
         past[0],
         "--out",
         out,

@@ -1,9 +1,6 @@
 """Rows from wherever they come end as one file that a run reads, or all that is wrong with them is said."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import datasets
@@ -13,7 +10,7 @@ import pytest
 from hpc_swe.tasks.sets.programs import Programs
 from hpc_swe.tasks.swebench_package import official
 from hpc_swe.tasks.swebench_rows import RECIPES
-from tests.kit.checkout import ROOT
+from tests.kit.checkout import typed
 from tests.kit.published import ROWS as PUBLISHED
 from tests.kit.toy import gold, row, taskset, write_rows
 
@@ -35,15 +32,8 @@ NEWER = {
 
 
 def prepare(source: object, out: Path, *words: object, cache: Path | None = None) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "hpc_swe.prepare", str(source), "--out", out, *map(str, words)],
-        cwd=ROOT,
-        env=os.environ
-        | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(cache or out.parent / "hf"), "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    own = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(cache or out.parent / "hf"), "COLUMNS": "200"}
+    done = typed("hpc_swe.prepare", source, "--out", out, *words, **own)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout + done.stderr
 

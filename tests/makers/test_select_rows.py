@@ -1,8 +1,6 @@
 """Rows are kept by the pass rates that an evaluation has measured."""
 
 import json
-import subprocess
-import sys
 
 import pyarrow.parquet as pq
 import pytest
@@ -13,8 +11,7 @@ from hpc_swe.base.store import atomic
 from hpc_swe.base.store.parquet import evals
 from hpc_swe.base.store.parquet.evals import Attempt
 from hpc_swe.makers.select_rows import Band, selected
-from tests.kit.checkout import ROOT, environment
-from tests.kit.waiting import DEADLINE_S
+from tests.kit.checkout import typed
 
 OUTCOMES = {"never": [0, 0, 0, 0], "some": [1, 0, 0, 0], "most": [1, 1, 1, 0], "always": [1, 1, 1, 1]}
 
@@ -44,10 +41,7 @@ def evaluation(tmp_path):
 
 
 def select(evaluation, rows, *words):
-    line = [sys.executable, "-m", "hpc_swe.select_rows", evaluation, rows, *words]
-    return subprocess.run(
-        [*map(str, line)], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=DEADLINE_S
-    )
+    return typed("hpc_swe.select_rows", evaluation, rows, *words)
 
 
 def test_rows_between_the_rates_are_kept_with_what_was_measured(evaluation, tmp_path):

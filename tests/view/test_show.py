@@ -18,8 +18,8 @@ from hpc_swe.base.store import atomic
 from hpc_swe.roles.coordinator.dispatch import request
 from hpc_swe.roles.coordinator.modes.evaluation import Evaluating, Evaluator
 from hpc_swe.view.exhibits import exhibit
+from tests.kit.checkout import typed
 from tests.kit.coordinator_kit import HELD_OUT, STEPS, finish, make_maintenance, result, rundir, save, work
-from tests.kit.waiting import DEADLINE_S
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +46,7 @@ def run(tmp_path_factory):
 
 
 def show(*words, code=0):
-    command = [sys.executable, "-m", "hpc_swe.show", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    done = typed("hpc_swe.show", *words)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout if code == 0 else done.stderr

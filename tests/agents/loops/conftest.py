@@ -1,15 +1,13 @@
 """A tiny policy whose context holds what real agents say, a toy instance with its image, the agents' kits."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.kit import toy
-from tests.kit.checkout import ROOT
+from tests.kit.checkout import typed
 from tests.kit.images import UNPACKED, require_apptainer
-from tests.kit.sessions_kit import ENVIRONMENT, KITS, World, make_long_model, overlay
+from tests.kit.sessions_kit import KITS, World, make_long_model, overlay
 
 
 @pytest.fixture(scope="session")
@@ -27,13 +25,12 @@ def world(tmp_path_factory: pytest.TempPathFactory, long_model: Path) -> World:
     (folder / "requirements").write_text("")
     made = World(folder, rows, folder / "images", long_model)
     settings = overlay(made, [], folder / "build.toml")
-    command = [sys.executable, "-m", "hpc_swe.build_images", "configs/swebench.toml", str(settings)]
-    command += [
+    words = (
         f"--base={UNPACKED}",
         f"--repository={folder / 'calc'}",
         f"--requirements={folder / 'requirements'}",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT, timeout=600)
+    )
+    done = typed("hpc_swe.build_images", "configs/swebench.toml", settings, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     return made
 

@@ -3,7 +3,6 @@
 import inspect
 import shutil
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from hpc_swe.tasks.patch import difference
 from hpc_swe.tasks.sets.kodcode import Kodcode
 from hpc_swe.tasks.sets.programs import Programs
 from hpc_swe.tasks.visible_tests import ids_of_tests
-from tests.kit.checkout import IMAGES, ROOT, environment
+from tests.kit.checkout import IMAGES, ROOT, typed
 
 OPTIONS = ("--jobs=2", "--per-function=3")
 SHAPES = '''"""Areas of shapes."""
@@ -94,31 +93,20 @@ def test_that_fails():
 """
 
 
-def command(out: Path, *words: str) -> list[str]:
-    config = ["--config", str(ROOT / "configs/swepdb.toml")]
-    config += [] if "sandbox" in words[-1] else ["sandbox={type='process'}"]
-    return [
-        sys.executable,
-        "-m",
-        "hpc_swe.make_bugs",
-        *words[:1],
-        "--out",
-        str(out),
-        *config,
-        *words[1:],
-    ]
+def command(out: Path, source: str, *words: str) -> "subprocess.CompletedProcess[str]":
+    config = ["--config", "configs/swepdb.toml"]
+    config += [] if any("sandbox" in word for word in words) else ["sandbox={type='process'}"]
+    return typed("hpc_swe.make_bugs", source, "--out", out, *config, *words)
 
 
 def make(out: Path, *words: str) -> str:
-    line = command(out, *words)
-    done = subprocess.run(line, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = command(out, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def refusal(out: Path, *words: str) -> str:
-    line = command(out, *words)
-    done = subprocess.run(line, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = command(out, *words)
     assert (done.returncode, done.stderr.count("error: ")) == (2, 1), done.stderr
     return done.stderr
 

@@ -1,21 +1,10 @@
 """The command for the learner's benchmark, on the CPU with a tiny shape."""
 
-import subprocess
-import sys
-
 import pytest
 
 from hpc_swe.base.errors import NodeError
 from hpc_swe.view.benchmarks.ranks import run_ranks
-from tests.kit.checkout import ROOT, environment
-
-COMMAND = (sys.executable, "-m", "hpc_swe.benchmarks.learner")
-
-
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *words], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600
-    )
+from tests.kit.checkout import typed
 
 
 @pytest.mark.parametrize(
@@ -28,7 +17,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(words, message):
-    done = run(*words)
+    done = typed("hpc_swe.benchmarks.learner", *words)
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -50,7 +39,7 @@ def test_ranks_that_do_not_end_are_ended(tmp_path):
 def test_two_ranks_train_and_the_table_has_all_figures():
     pytest.importorskip("megatron.core")
     words = ("--warm", "1", "--steps", "1", "--mask-share", "0.5", "--ranks", "2", "--profile")
-    done = run(*words, "policy.dtype=float32", "policy.recompute=auto")
+    done = typed("hpc_swe.benchmarks.learner", *words, "policy.dtype=float32", "policy.recompute=auto")
     assert done.returncode == 0, done.stdout + done.stderr
     cells = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if len(line.split()) > 1)
     assert cells["recompute"] == "none"

@@ -1,8 +1,5 @@
 """Loops are compared over equally many samples, from what runs log."""
 
-import subprocess
-import sys
-
 import pytest
 
 from hpc_swe.base.metrics import Log
@@ -14,7 +11,7 @@ from hpc_swe.view.benchmarks.loop import (
     compare,
     steps_of,
 )
-from tests.kit.checkout import ROOT, environment
+from tests.kit.checkout import ROOT, typed
 from tests.kit.reported_run import RunMaker
 
 
@@ -78,13 +75,10 @@ def made(tmp_path):
 
 
 def test_the_command_prints_rates_and_counts_by_length(made):
-    command = [sys.executable, "-m", "hpc_swe.benchmarks.loop"]
-    done = subprocess.run([*command, made], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    done = typed("hpc_swe.benchmarks.loop", made)
     assert done.returncode == 0, done.stderr
     assert "asynchronous" in done.stdout
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith("made")]
     assert ["made", "trained", *["2"] * 10] in rows
-    done = subprocess.run(
-        [*command, made.parent], cwd=ROOT, env=environment(), capture_output=True, text=True
-    )
+    done = typed("hpc_swe.benchmarks.loop", made.parent)
     assert (done.returncode, done.stdout) == (2, "")

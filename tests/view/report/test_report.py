@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import msgspec
 import numpy as np
@@ -25,12 +23,11 @@ from hpc_swe.view.report.__main__ import WholeEpisodes, write
 from hpc_swe.view.report.index import EpisodeRow
 from hpc_swe.view.report.spelling import Speller
 from hpc_swe.view.report.training import BatchRule, Use
-from tests.kit.checkout import ROOT, environment
+from tests.kit.checkout import ROOT, typed
 from tests.kit.coordinator_kit import LIMITS, finish, rundir
 from tests.kit.made_episodes import episode, scored, turn
 from tests.kit.reported_run import GROUP, RunMaker, Words
 from tests.kit.toy_model import HERMES, make_model
-from tests.kit.waiting import DEADLINE_S
 
 HOSTILE = [
     "</script><script>owned = 1</script>",
@@ -317,17 +314,11 @@ def test_only_a_report_is_replaced_and_an_interrupted_one_leaves_the_old(made, t
 
 @pytest.mark.slow
 def test_the_command_says_where_the_page_is_and_what_is_missing(made, tmp_path):
-    def typed(*words):
-        line = [sys.executable, "-m", "hpc_swe.report", *map(str, words)]
-        return subprocess.run(
-            line, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=DEADLINE_S
-        )
-
-    done = typed(made.run.root, "--episodes", "3", "--steps", "0")
+    done = typed("hpc_swe.report", made.run.root, "--episodes", "3", "--steps", "0")
     assert done.returncode == 0, done.stderr
     assert (
         f"{made.run.report}/index.html: {3 * 2 * GROUP + 4} episodes, {3 + 2 * GROUP} of them whole"
         in done.stdout
     )
-    assert typed(tmp_path).returncode == 2
-    assert "name some as in 12,20-25" in typed(made.run.root, "--steps", "x").stderr
+    assert typed("hpc_swe.report", tmp_path).returncode == 2
+    assert "name some as in 12,20-25" in typed("hpc_swe.report", made.run.root, "--steps", "x").stderr
