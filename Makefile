@@ -25,7 +25,7 @@ test: image  ## every test that this machine can run
 	containers/build_agents.sh || true
 	tests/kit/cluster/install.sh
 	tests/kit/install_browser.sh
-	tests/kit/install_triton.sh
+	tests/kit/install_packages.sh
 	tests/run.sh
 
 cluster: setup  ## a shell on a Slurm cluster of six nodes, here and for as long as the shell lasts

@@ -29,6 +29,7 @@ def of_keys(config: RunConfig) -> Iterator[str]:
     if config.hybrid:
         yield from _missing_for_hybrid(config)
     yield from _exceeded_limits(config)
+    yield from _unchecked_proposals(config)
 
 
 def of_new_runs(config: RunConfig) -> Iterator[str]:
@@ -182,6 +183,17 @@ def _misplaced_bounds(config: RunConfig) -> Iterator[str]:
         )
     if config.mode == "grpo" and evals.patience > 0 and not evals.every:
         yield f"eval.patience = {evals.patience} needs evaluations; set eval.every"
+
+
+def _unchecked_proposals(config: RunConfig) -> Iterator[str]:
+    """Yield a message for each decoding whose distribution vLLM does not sample from proposed tokens."""
+    speculation = config.engine.speculation
+    for name, decoding in config.eval.decodings.items():
+        if speculation and decoding.min_p:
+            yield (
+                f"eval.decodings.{name}.min_p = {decoding.min_p:g} does not go with engine.speculation = "
+                f"{speculation!r}: vLLM refuses such requests; leave one of the two out"
+            )
 
 
 def _exceeded_limits(config: RunConfig) -> Iterator[str]:

@@ -116,6 +116,13 @@ def test_error_names_the_file_the_key_and_what_would_be_right(read, override, me
         read(GOOD, override)
 
 
+def test_a_decoding_that_vllm_refuses_with_speculation_is_refused_first(read):
+    override = "eval.decodings.a.min_p=0.1"
+    read(GOOD, override)
+    with pytest.raises(ConfigError, match=r"eval.decodings.a.min_p = 0.1 .* engine.speculation = 'ngram'"):
+        read(GOOD, override, 'engine.speculation="ngram"')
+
+
 @pytest.mark.parametrize(
     ("overrides", "doubt"),
     [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", reason="tests/kit/install_triton.sh installs it")
+pytest.importorskip("triton", reason="tests/kit/install_packages.sh installs it")
 pytest.importorskip("megatron.core")
 
 from tests.kit.checkout import ROOT  # noqa: E402

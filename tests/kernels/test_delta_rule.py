@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch.autograd import grad
 
-pytest.importorskip("triton", reason="tests/kit/install_triton.sh installs it")
-pytest.importorskip("fla", reason="tests/kit/install_triton.sh installs it")
+pytest.importorskip("triton", reason="tests/kit/install_packages.sh installs it")
+pytest.importorskip("fla", reason="tests/kit/install_packages.sh installs it")
 pytest.importorskip("megatron.core")
 
 from hpc_swe.models.policies._megatron.kernels.delta_rule import (  # noqa: E402

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-pytest.importorskip("triton", reason="tests/kit/install_triton.sh installs it")
+pytest.importorskip("triton", reason="tests/kit/install_packages.sh installs it")
 
 from hpc_swe.models.deltas import delta_kernels  # noqa: E402
 from hpc_swe.models.deltas.tensor_delta import Changes, Digests, Rectangle, encode, integers  # noqa: E402

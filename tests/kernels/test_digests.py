@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="tests/kit/install_triton.sh installs it")
+pytest.importorskip("triton", reason="tests/kit/install_packages.sh installs it")
 
 from hpc_swe.models.deltas.digest_kernels import RectangleSums, weighted_sums  # noqa: E402
 from hpc_swe.models.deltas.tensor_delta import Digests, Rectangle, integers  # noqa: E402

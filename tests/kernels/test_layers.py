@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vjp
 
-pytest.importorskip("triton", reason="tests/kit/install_triton.sh installs it")
+pytest.importorskip("triton", reason="tests/kit/install_packages.sh installs it")
 pytest.importorskip("megatron.core")
 
 from hpc_swe.models.policies._megatron.kernels import kernels, triton_kernels  # noqa: E402

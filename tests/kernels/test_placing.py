@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-pytest.importorskip("triton", reason="tests/kit/install_triton.sh installs it")
+pytest.importorskip("triton", reason="tests/kit/install_packages.sh installs it")
 
 from hpc_swe.models.deltas import delta_kernels  # noqa: E402
 from hpc_swe.models.deltas.placing_kernels import MemoryTables, moved, place_all  # noqa: E402

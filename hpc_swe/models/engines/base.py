@@ -94,6 +94,8 @@ class Engine(ABC):
     """Stop tokens beside those that the model's folder names."""
     return_routing: bool = False
     """Completions say which experts computed each token."""
+    speculation: str = ""
+    """How tokens are proposed of which one forward pass checks several; empty: none are."""
     loads_weights: ClassVar[bool] = False
     """The engine reads the model's weights, so they must be complete."""
 

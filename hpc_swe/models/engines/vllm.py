@@ -52,6 +52,8 @@ ROUNDED = 0.25
 FIRST = {"priority": -1}
 """vLLM schedules this request before all others, whose priority is 0; they keep their order."""
 GREEDY = Sampling(temperature=0.0, max_tokens=1)
+NGRAM = '{"method":"ngram","num_speculative_tokens":5,"prompt_lookup_min":2,"prompt_lookup_max":4}'
+"""Propose what followed the last four, three or two tokens earlier in the same text."""
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +83,10 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
     return_routing: bool = False
     """Return which experts computed each token, so that the learner can send it to the same ones. It needs a
     model with at most 255 experts, and a GPU."""
+    speculation: Literal["", "ngram"] = ""
+    """How tokens are proposed of which one forward pass checks several; empty: none are. ngram: those that
+    followed the same tokens earlier in prompt or answer, which is fast where answers repeat text, as edits
+    do. The distribution and its log-probabilities stay the model's. It needs numba."""
     update_timeout_s: float = 300.0
     """Seconds to wait for an answer while weights are updated or probed; a slower engine is replaced."""
     kv_on_update: Literal["recompute", "keep"] = "recompute"
@@ -118,9 +124,11 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
             options["gpu-memory-utilization"] = self.gpu_memory_share
         if self.kv_cache_bytes:
             options["kv-cache-memory-bytes"] = self.kv_cache_bytes
+        if self.speculation:
+            options["speculative-config"] = NGRAM
         if self.tensor_parallel == 1:
             options["distributed-executor-backend"] = "uni"
-        flags = ["--tokens-only", "--disable-uvicorn-access-log", "--disable-log-stats"]
+        flags = ["--tokens-only", "--disable-uvicorn-access-log"]
         flags += ["--enforce-eager"] if self.enforce_eager else []
         flags += ["--enable-return-routed-experts"] if self.return_routing else []
         pairs = [part for key, value in options.items() for part in (f"--{key}", str(value))]
@@ -161,6 +169,10 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
             raise ConfigError(
                 f"[engine] vLLM imports torchvision for the model_type of {model / 'config.json'}; install "
                 "the build of torchvision that belongs to this torch, for the same device"
+            )
+        if self.speculation and not self.program and not find_spec("numba"):
+            raise ConfigError(
+                f"[engine] speculation = {self.speculation!r}: vLLM proposes tokens with numba; install it"
             )
         experts = ModelShape.read(model).experts if self.return_routing else 1
         if not 0 < experts < FREE + 1:

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -409,6 +410,12 @@ def test_a_prompt_that_is_too_long_is_an_engine_error(server: Server) -> None:
     with pytest.raises(EngineError, match="HTTP 400"):
         sample(server, [7] * 2100)
     assert sample(server, TEXT).token_ids
+
+
+@pytest.mark.skipif(find_spec("numba") is not None, reason="numba is installed")
+def test_without_numba_a_start_with_speculation_says_what_to_install(server: Server) -> None:
+    with pytest.raises(ConfigError, match=r"speculation = 'ngram': .* numba"):
+        msgspec.structs.replace(CPU, speculation="ngram").check_model(server.models["a"])
 
 
 def test_a_missing_model_folder_names_path_and_key(tmp_path: Path) -> None:

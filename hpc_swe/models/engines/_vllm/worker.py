@@ -50,6 +50,7 @@ from hpc_swe.models.engines._vllm.files import (
 )
 from hpc_swe.models.engines._vllm.gate import AnswerGate
 from hpc_swe.models.engines._vllm.samples import SampleRoute
+from hpc_swe.models.engines._vllm.speculation import mend_sampling
 from hpc_swe.models.engines.base import FALLBACK
 
 Scope = MutableMapping[str, Any]
@@ -158,6 +159,8 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
         wanted = Wanted(shapes(folder, is_tied), is_tied)
         self._serving = self._previous = self._next = LoadedVersion((Link(folder, None),), wanted)
         use_gpu = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        if device.type == "cpu":
+            mend_sampling()
         self._pool = ThreadPoolExecutor(1, "staging", initializer=use_gpu)  # a new thread has GPU 0
         self._staging: Future[Staged] | None = None
         self._model = KnownModel()
