@@ -66,6 +66,7 @@ class Checker:
         asked, began = task, time.monotonic()
         try:
             with boundary(EpisodeError, "inspect the tests"):
+                task = self.grader.complete(task, self.sandboxes)
                 seen = self.grader.inspect(task, reference, self.sandboxes)
             task = with_unsealed(task, seen.unsealed if seen else {})
             for _ in range(self.runs):
@@ -142,7 +143,8 @@ class Checker:
 
     def _settings(self, task: Task, reference: str | None) -> str:
         grader = loader.dump(self.grader) if isinstance(self.grader, loader.Plugin) else {}
-        return task_checks.digest((grader, task.base_commit, task.files, task.tests, reference, *task.absent))
+        more = [*task.absent, *filter(None, [task.start])]  # tasks without these keep their digests
+        return task_checks.digest((grader, task.base_commit, task.files, task.tests, reference, *more))
 
 
 def judged(gold: Sequence[Score], empty: Sequence[Score]) -> tuple[Kind, str]:

@@ -20,7 +20,8 @@ from hpc_swe.cluster.processes import completed
 from hpc_swe.makers.images.commands import git
 from hpc_swe.makers.images.contents import words_only
 from hpc_swe.tasks import task_checks
-from hpc_swe.tasks.swebench_rows import SET_UP, TESTS, without_digests
+from hpc_swe.tasks.patch_text import without_digests
+from hpc_swe.tasks.swebench_rows import SET_UP, TESTS
 
 FEWEST_WORDS = 3
 """Words that a description must have."""

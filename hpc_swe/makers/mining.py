@@ -23,7 +23,8 @@ from hpc_swe.makers.images.sources import ImageSource
 from hpc_swe.makers.images.store import ImageStore, Problem
 from hpc_swe.tasks import task_checks
 from hpc_swe.tasks.graders.base import Grader
-from hpc_swe.tasks.swebench_rows import TESTS, Recipe, Row, TestPatch, script
+from hpc_swe.tasks.recipes import Recipe
+from hpc_swe.tasks.swebench_rows import TESTS, Row, TestPatch, script
 
 EDITION = 1
 """Increase this when trials judge otherwise, so that candidates are tried again."""

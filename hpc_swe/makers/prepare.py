@@ -21,9 +21,9 @@ from hpc_swe.base import cli, loader, tables
 from hpc_swe.base.errors import ConfigError, StorageError, boundary
 from hpc_swe.base.tables import console, say
 from hpc_swe.tasks.published_rows import published_set, read_row
+from hpc_swe.tasks.recipes import RECIPES
 from hpc_swe.tasks.sets.base import ReadsRows
 from hpc_swe.tasks.swebench_rows import (
-    RECIPES,
     Record,
     TestPatch,
     columns,

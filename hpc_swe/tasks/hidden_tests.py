@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.records import Task
+from hpc_swe.tasks.patch_text import HIDDEN
 
 CHANGED_TESTS: Final = "changed_tests"
 """Key of `TestPlan.extra` with versions of the hidden tests, in JSON. Only reward workers' tasks have it."""
@@ -56,7 +57,7 @@ def draw_version(groups: Iterable[Sequence[Version]], draw: Random) -> Version:
 
 def encode_versions(task: Task, versions: Sequence[Version]) -> str:
     """Encode versions for `TestPlan.extra`, or none as ""; raise ConfigError for another test patch's."""
-    for version in versions:
+    for version in versions if task.tests.extra["test_patch"] != HIDDEN else ():
         with_edits(task, version.edits)
     return msgspec.json.encode(versions).decode() if versions else ""
 

@@ -8,7 +8,7 @@ and a mapping becomes exports.
 import ast
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePosixPath
@@ -17,7 +17,9 @@ from typing import Any
 import msgspec
 
 from hpc_swe.base.errors import ConfigError
-from hpc_swe.tasks.swebench_rows import NO_TESTS, Recipe, Record, Row, columns, parse
+from hpc_swe.tasks.image_rows import of_r2e, of_smith
+from hpc_swe.tasks.recipes import Recipe
+from hpc_swe.tasks.swebench_rows import NO_TESTS, Record, Row, columns, parse
 
 _FIELD = re.compile(r"\{(\w+(?:\.\w+)*)(\??)\}")
 _FILE = re.compile(r"^\+\+\+ b/([^\t\n]+)", re.MULTILINE)
@@ -61,6 +63,8 @@ class PublishedSet(msgspec.Struct, frozen=True, kw_only=True):
     conda: bool = False
     texts: dict[str, str] = {}
     """Column of SWE-bench -> template, where a row has no such column."""
+    derived: Callable[[Mapping[str, Any], Callable[[str], list[str]]], dict[str, Any]] | None = None
+    """Returns further columns of a row, given with what reads a column that lists tests."""
 
     def has(self, values: Mapping[str, Any]) -> bool:
         """Return whether a row of these columns belongs to the set."""
@@ -143,13 +147,18 @@ SETS = (
     PublishedSet(
         title="SWE-smith",
         known_by=frozenset({"image_name", "patch"}),
-        lacks=frozenset({"base_commit"}),
-        refused="its patch makes the fault, and no column has its tests: they lie in the repository's image",
+        lacks=frozenset({"test_patch"}),
+        image=("{image_name}",),
+        command=("python -m pytest --disable-warnings --color=no --tb=no --verbose {listed}",),
+        conda=True,
+        derived=of_smith,
     ),
     PublishedSet(
         title="R2E-Gym",
         known_by=frozenset({"docker_image", "expected_output_json"}),
-        refused="no column has its tests: they lie in the image, outside its repository",
+        image=("{docker_image}",),
+        command=("{test_cmd}",),
+        derived=of_r2e,
     ),
     PublishedSet(
         title="Multi-SWE-bench",
@@ -188,6 +197,8 @@ def read_row(where: str, record: Record) -> Row:
 
 
 def _as_swebench(kind: PublishedSet, given: "_Columns") -> dict[str, Any]:
+    if kind.derived:
+        given = _Columns({**given.values, **kind.derived(given.values, given.names)})
     language = given.values.get(kind.language, "python")
     if language != "python":
         raise ValueError(f"column {kind.language}: {language}: no column says how its tests are run and read")

@@ -6,13 +6,14 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from hpc_swe.base.errors import ConfigError
-from hpc_swe.base.records import TestPlan
-from hpc_swe.tasks.patch_text import normalised
+from hpc_swe.base.records import Start, TestPlan
+from hpc_swe.tasks.patch_text import HIDDEN, normalised, without_digests
+from hpc_swe.tasks.recipes import RECIPES, Recipe
 from hpc_swe.tasks.swebench_package import official
 
 START, END = ">>>>> Start Test Output", ">>>>> End Test Output"
@@ -36,27 +37,11 @@ TESTS = (
 IMAGE_NAME = re.compile(r"\w[\w.+-]*")
 """Names of images, which are names of files: none is empty, a folder's, or leads to another folder."""
 _WORKDIR = re.compile(r"(/\w[\w.+-]*)+")
+_HIDDEN = re.compile(r"/?\w[^/\0]*(/\w[^/\0]*)*")
 _HOST = re.compile(r"^(localhost|[^/]*[.:][^/]*)/")
 _FOREIGN = re.compile(r"`\$\.(recipe|workdir)\b")
 _COLLECTED = re.compile(r"(.*/)?(test_[^/]*|[^/]*_test)\.py")
 NO_TESTS = {".json", ".png", ".csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml"}
-
-
-class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A recipe says how the tests of a repository are run."""
-
-    command: str
-    """Shell line; the names of the test files follow."""
-    log_parser: str
-    """Name of swebench's parser, for example parse_log_pytest."""
-    labels: Literal["files", "modules", "none"] = "files"
-    """Form of the tests' names: paths of files, or dotted modules; none if the command itself has them."""
-    root: str = "tests/"
-    """First part of a path that labels of the form `modules` leave out."""
-    set_up: list[str] = []
-    """Shell lines before the tests."""
-    conda: bool = True
-    """Whether conda's environment `testbed` is activated before these lines."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +56,14 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     FAIL_TO_PASS: str | list[str]
     PASS_TO_PASS: str | list[str]
+    start_patch: str = ""
+    """`Start.patch`; the columns `patch` and `test_patch` then apply to what it leaves."""
+    hidden_tests: list[str] = []
+    """`Start.hidden`; these are the tests then, and `test_patch` is empty."""
+    absent: list[str] = []
+    """`Task.absent`."""
+    statuses: dict[str, str] = {}
+    """Status of every test with the reference, by its name without its file; empty compares none."""
     image: str = ""
     """Reference of an image, as registries have them; empty is the official one."""
     workdir: str = ""
@@ -95,10 +88,27 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
             why = f"column workdir: {self.workdir!r} is no folder of an image, such as '/testbed'"
         elif self.eval_script and not self.log_parser:
             why = "eval_script without log_parser"
+        elif self.start:
+            why = self._wrong_start()
         elif self.eval_type != "pass_and_fail":
             why = f"eval_type {self.eval_type!r} counts tests that never ran as passed: it gives no reward"
         if why:
             raise ValueError(f"{self.instance_id}: {why}")
+
+    def _wrong_start(self) -> str:
+        wrong = [path for path in self.hidden_tests if not _HIDDEN.fullmatch(path)]
+        if self.eval_script:
+            column = "start_patch" if self.start_patch else "hidden_tests"
+            return f"column {column}: an eval_script checks out the base commit, which is then hidden"
+        if self.hidden_tests and self.test_patch.strip() not in ("", HIDDEN.strip()):
+            return "columns hidden_tests and test_patch: one of them says which tests are run"
+        return f"column hidden_tests: {wrong[0]!r} is no path, such as 'tests/test_a.py'" if wrong else ""
+
+    @property
+    def start(self) -> Start | None:
+        """Return what is changed in the repository of the image first."""
+        start = Start(patch=self.start_patch, hidden=tuple(self.hidden_tests))
+        return None if start == Start() else start
 
     @property
     def fail_to_pass(self) -> list[str]:
@@ -126,51 +136,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return f"{name}+{tag.replace(':', '-')}" if tag else name
 
 
-DJANGO = Recipe(
-    command="./tests/runtests.py --verbosity 2 --settings=test_sqlite --parallel 1",
-    log_parser="parse_log_django",
-    labels="modules",
-    set_up=["export LC_ALL=C.UTF-8 PYTHONIOENCODING=utf8"],
-)
-SYMPY = Recipe(
-    command="PYTHONWARNINGS=ignore::UserWarning,ignore::SyntaxWarning bin/test -C --verbose",
-    log_parser="parse_log_sympy",
-)
-_BY_PYTEST = {
-    "astropy/astropy": "astropy",
-    "matplotlib/matplotlib": "matplotlib",
-    "mwaskom/seaborn": "seaborn",
-    "pallets/flask": "flask",
-    "psf/requests": "requests",
-    "pydata/xarray": "xarray",
-    "pylint-dev/pylint": "pylint",
-    "pytest-dev/pytest": "pytest",
-    "scikit-learn/scikit-learn": "scikit",
-    "sphinx-doc/sphinx": "sphinx",
-}
-RECIPES = {"django/django": DJANGO, "sympy/sympy": SYMPY} | {
-    repo: Recipe(command="python -m pytest -rA", log_parser=f"parse_log_{parser}")
-    for repo, parser in _BY_PYTEST.items()
-}
-"""Recipes of the repositories of SWE-bench Verified."""
-
-
-_DIGESTS = re.compile(r"^index [0-9a-f]{4,64}\.\.[0-9a-f]{4,64}(?: \d{6})?\r?\n", re.MULTILINE)
-
-
-def without_digests(patch: str) -> str:
-    """Remove the digests of files from a patch, or from a script that holds one.
-
-    The digest of a hidden test's file would tell a submission whether that file was changed since. Binary
-    files keep theirs, since git needs them.
-    """
-    parts = re.split(r"^(?=diff --git )", patch, flags=re.MULTILINE)
-    return "".join(
-        part if re.search(r"^GIT binary patch$", part, re.MULTILINE) else _DIGESTS.sub("", part)
-        for part in parts
-    )
-
-
 @dataclass(frozen=True)
 class TestPatch:
     """A row's test patch changes and adds files; the reference changes others, perhaps a runner's set-up."""
@@ -185,7 +150,8 @@ class TestPatch:
     @classmethod
     def read(cls, where: str, row: Row) -> "TestPatch":
         """Read both patches of a row at `where`, a file and line; raise ConfigError if one is no patch."""
-        tests = _files(where, "test_patch", row.test_patch)
+        hidden = [(name, True) for name in row.start.names] if row.start else []
+        tests = hidden or _files(where, "test_patch", row.test_patch)
         reference = _files(where, "patch", row.patch)
         return cls(
             changed=[path for path, is_new in tests if not is_new],
@@ -210,6 +176,7 @@ class TestPatch:
             "test_files": json.dumps(self.files),
             "set_up": "\n".join(self.set_up),
             **({"test_paths": "\n".join(row.test_paths)} if row.test_paths else {}),
+            **({"statuses": json.dumps(row.statuses)} if row.statuses else {}),
             **({} if row.reference == f"swebench/{row.image_name}" else {"image": row.reference}),
             **({"image_host": host[0]} if host else {}),
         }
@@ -253,8 +220,9 @@ def parse(where: str, record: Record) -> Row:
     """
     try:
         row = msgspec.convert(columns(record), Row)
-        patches = {"patch": normalised(row.patch), "test_patch": normalised(row.test_patch)}
-        return msgspec.structs.replace(row, **patches)
+        patches = {"patch": row.patch, "start_patch": row.start_patch}
+        patches["test_patch"] = HIDDEN if row.hidden_tests else row.test_patch
+        return msgspec.structs.replace(row, **{name: normalised(text) for name, text in patches.items()})
     except (msgspec.MsgspecError, ValueError) as error:
         foreign = _FOREIGN.search(str(error))
         remedy = f"; if its {foreign[1]} is of another kind, rename the column" if foreign else ""
@@ -330,8 +298,10 @@ def script(row: Row, patch: TestPatch, recipe: Recipe, workdir: str) -> str:
     end = "EOF_" + row.base_commit[:12]
     while end in row.test_patch:
         end += "_"
-    restore = [f"git checkout {row.base_commit} -- {shlex.join(patch.changed)}"] if patch.changed else []
-    remove = [f"rm -f {shlex.join(patch.added)}"] if patch.added else []
+    base = "HEAD" if row.start else row.base_commit
+    restore = [f"git checkout {base} -- {shlex.join(patch.changed)}"] if patch.changed else []
+    flags = "-rf" if row.hidden_tests else "-f"
+    remove = [f"rm {flags} {shlex.join(patch.added)}"] if patch.added else []
     files = [] if recipe.labels == "none" else patch.files
     labels = [path for path in files if PurePosixPath(path).suffix not in NO_TESTS]
     if recipe.labels == "modules":

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from tests.kit.toy import gold
+from tests.kit.toy import BROKEN, MENDED, gold, patch
 from tests.kit.toy import row as toy_row
 
 BASE = "0123456789abcdef0123456789abcdef01234567"
@@ -32,6 +32,7 @@ class Published:
     parser: str = "parse_log_pytest"
     set_up: str = ""
     conda: bool = True
+    base: str = BASE
 
 
 def columns(*without: str, **more: object) -> dict[str, Any]:
@@ -124,6 +125,63 @@ def _gym(**more: object) -> dict[str, Any]:
     return columns("environment_setup_commit", **more)
 
 
+FAULT = patch("calc/core.py", MENDED, MENDED.replace("2 * a", "3 * a"))
+
+
+def smith_row(**more: object) -> dict[str, Any]:
+    """A row of SWE-smith whose patch makes a fault in the toy repository's last commit."""
+    return {
+        "instance_id": "acme__tool.1fd52536.lm_1",
+        "repo": "swesmith/acme__tool.1fd52536",
+        "patch": FAULT,
+        "FAIL_TO_PASS": ["tests/test_plain.py::test_double"],
+        "PASS_TO_PASS": ["tests/test_plain.py::test_add[1]", "tests/test_core.py::TestCore::test_double"],
+        "image_name": "jyangballin/swesmith.x86_64.acme_1776_tool.1fd52536",
+        "problem_statement": "add subtracts, or something is tripled",
+    } | more
+
+
+def r2e_row(**more: object) -> dict[str, Any]:
+    """A row of R2E-Gym for the toy repository's first commits; one of its tests fails all the same."""
+    lines = {" ": "context", "-": "deleted", "+": "added"}
+    *head, hunk = gold().split("@@ -")
+    numbers, *body = hunk.rstrip("\n").split("\n")
+    old, new = ([*map(int, part.split(","))] for part in numbers.removesuffix(" @@").split(" +"))
+    diff = {
+        "old_file_content": BROKEN,
+        "new_file_content": MENDED,
+        "header": {"file": {"path": "calc/core.py"}, "misc_line": None},
+        "index_line": {"old_commit_hash": "1" * 7, "new_commit_hash": "2" * 7, "mode": "100644"},
+        "minus_file": {"path": "a/calc/core.py"},
+        "plus_file": {"path": "b/calc/core.py"},
+        "hunks": [
+            {
+                "descriptor": {
+                    "old_range": {"start": old[0], "length": old[1]},
+                    "new_range": {"start": new[0], "length": new[1]},
+                    "section": "",
+                },
+                "line_group": {"all_lines": [{"content": line[1:], "type": lines[line[0]]} for line in body]},
+            }
+        ],
+    }
+    tests = diff | {"header": {"file": {"path": "tests/test_plain.py"}, "misc_line": None}}
+    commit = {"file_diffs": [diff, tests], "old_commit_hash": f"{BASE}^", "new_commit_hash": BASE}
+    passed = dict.fromkeys(("test_sum", "\x1b[1mtest_twice\x1b[0m"), "PASSED")
+    return {
+        "repo_name": "tool",
+        "docker_image": f"namanjain12/tool_final:{BASE}",
+        "commit_hash": BASE,
+        "parsed_commit_content": json.dumps(commit | {"commit_message": "", "commit_date": ""}),
+        "execution_result_content": "{}",
+        "modified_files": ["calc/core.py"],
+        "num_non_test_files": 1,
+        "prompt": "",
+        "problem_statement": "[ISSUE]\nadd subtracts\n[/ISSUE]",
+        "expected_output_json": json.dumps(passed | {"TestNever.test_zero": "FAILED"}),
+    } | more
+
+
 ROWS = {
     "SWE-Gym": Published(_gym(repo="getmoto/moto"), "xingyaoww/" + IMAGE.format("s")),
     "SWE-Gym of mypy": Published(
@@ -142,17 +200,26 @@ ROWS = {
     "SWE-bench-Live": Published(_live(), "starryzhang/" + IMAGE.format("1776"), "pytest -rA", conda=False),
     "SWE-bench-Live/MultiLang": _multilang(),
     "SWE-bench Pro": _pro(),
+    "SWE-smith": Published(
+        smith_row(),
+        "jyangballin/swesmith.x86_64.acme_1776_tool.1fd52536",
+        "python -m pytest --disable-warnings --color=no --tb=no --verbose tests/test_plain.py",
+        set_up="rm -rf tests/test_plain.py",
+        base="HEAD",
+    ),
+    "R2E-Gym": Published(
+        r2e_row(),
+        f"namanjain12/tool_final:{BASE}",
+        "PYTHONWARNINGS='ignore::UserWarning,ignore::SyntaxWarning' .venv/bin/python -W ignore -m pytest -rA "
+        "r2e_tests",
+        set_up="rm -rf r2e_tests",
+        base="HEAD",
+        conda=False,
+    ),
     "Scale-SWE": _scale(),
 }
 
 REFUSED = {
-    "SWE-smith": {
-        "instance_id": "acme__tool.1fd52536.lm_1",
-        "repo": "swesmith/acme__tool.1fd52536",
-        "patch": gold(),
-        "image_name": "swebench/swesmith.x86_64.acme_1776_tool.1fd52536",
-    },
-    "R2E-Gym": {"repo_name": "tool", "docker_image": "a/tool_final:12", "expected_output_json": "{}"},
     "Multi-SWE-bench": {
         "org": "acme",
         "repo": "tool",

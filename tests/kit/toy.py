@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 import msgspec
 
+from hpc_swe.agents.sandboxes._start import apply_start
 from hpc_swe.agents.sandboxes.base import Clock, CommandResult, Sandbox, Sandboxes, TreeEntry
 from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.base.loader import Plugin
@@ -181,11 +182,12 @@ class Checkout(Plugin, Sandboxes, frozen=True, kw_only=True):
             steps = [
                 "git init -q",
                 f"git fetch -q {self.repository} main",
-                f"git checkout -q {task.base_commit}",
+                f"git checkout -q {task.base_commit.replace('HEAD', 'FETCH_HEAD')}",
                 self.also,
             ]
             cloned = sandbox.run(" && ".join(steps), 60)
             assert cloned.exit_code == 0, cloned.output
+            apply_start(sandbox, task)
             yield sandbox
 
 

@@ -7,9 +7,9 @@ import datasets
 import pyarrow.parquet as pq
 import pytest
 
+from hpc_swe.tasks.recipes import RECIPES
 from hpc_swe.tasks.sets.programs import Programs
 from hpc_swe.tasks.swebench_package import official
-from hpc_swe.tasks.swebench_rows import RECIPES
 from tests.kit.checkout import typed
 from tests.kit.published import ROWS as PUBLISHED
 from tests.kit.toy import gold, row, taskset, write_rows

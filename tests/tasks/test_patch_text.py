@@ -11,11 +11,26 @@ from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.tasks.graders.pytest import Pytest
 from hpc_swe.tasks.graders.swebench import Swebench
 from hpc_swe.tasks.patch import apply, difference, take
-from hpc_swe.tasks.patch_text import normalised
+from hpc_swe.tasks.patch_text import normalised, reversed_patch
 from tests.kit.cheats.cheat_task import RIGHT, TASK, WRONG
-from tests.kit.toy import Checkout, git, gold, make_repository, new, row, taskset, write_rows
+from tests.kit.toy import MENDED, Checkout, git, gold, make_repository, new, row, taskset, write_rows
 
 LETTERS = 'diff --git "a/gr\\303\\266\\303\\237e.py" "b/gr\\303\\266\\303\\237e.py"\n'
+
+
+def test_a_reversed_patch_undoes_what_git_wrote(tmp_path):
+    make_repository(tmp_path / "calc")
+    folder, before = tmp_path / "calc", git(tmp_path / "calc", "rev-parse", "HEAD^{tree}")
+    (folder / "calc/core.py").write_text(MENDED.replace("2 * a", "2 *\\\n        a").rstrip() + " + 1")
+    (folder / "README.md").unlink()
+    (folder / "-- a").write_text("-- b\n++ c\n")
+    (folder / "latin.txt").chmod(0o755)
+    git(folder, "add", "-A")
+    done = subprocess.run(["git", "diff", "--cached"], cwd=folder, capture_output=True, check=True).stdout
+    git(folder, "commit", "-qm", "fault")
+    (tmp_path / "back").write_text(reversed_patch(normalised(done.decode())))
+    git(folder, "apply", "--index", str(tmp_path / "back"))
+    assert git(folder, "write-tree") == before
 
 
 @pytest.mark.parametrize(

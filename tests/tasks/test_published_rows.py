@@ -17,6 +17,8 @@ from hpc_swe.tasks.swebench_rows import END, START
 from tests.kit.published_rows import BASE, REFUSED, ROWS, columns
 from tests.kit.toy import Checkout, gold, write_rows
 
+JUDGED = [name for name, one in ROWS.items() if one.base == BASE and one.command.endswith("_plain.py")]
+
 
 def load(folder, *rows, **more):
     return list(
@@ -34,11 +36,13 @@ def test_a_published_row_says_its_image_its_folder_and_how_its_tests_run(tmp_pat
     assert f"\ncd {wanted.workdir}\n" in before
     assert (task.workdir, task.tests.extra["log_parser"]) == (wanted.workdir, wanted.parser)
     assert Pulled("docker://{reference}", Process()).origin(task) == f"docker://{wanted.reference}"
-    assert (task.base_commit, "add subtracts" in task.prompt) == (columns()["base_commit"], True)
+    assert (task.base_commit, "add subtracts" in task.prompt) == (wanted.base, True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("title", [name for name, one in ROWS.items() if one.command.endswith("_plain.py")])
+@pytest.mark.parametrize(
+    "title", [name for name, one in ROWS.items() if one.base == BASE and "_plain.py" in one.command]
+)
 def test_a_published_row_is_prepared_read_again_and_judged(repository, tmp_path, title):
     """The reference resolves it, and nothing does not, also after the row was written to a table."""
     source, base = repository
@@ -135,14 +139,14 @@ def test_a_wrong_row_is_refused_with_its_column(tmp_path, title, change, complai
 
 
 def test_a_thousand_equal_complaints_are_one_line_and_few_are_each_named():
-    bad, other = REFUSED["SWE-smith"], ROWS["SWE-bench Pro"].row | {"repo_language": "js"}
+    bad, other = REFUSED["Multi-SWE-bench"], ROWS["SWE-bench Pro"].row | {"repo_language": "js"}
     rows, complaints = prepare([(f"rows: row {n}", bad | {"instance_id": str(n)}) for n in range(1000)], None)
     complaints += prepare([(f"rows: row {n}", other | {"instance_id": str(n)}) for n in (1000, 1001)], None)[
         1
     ]
     assert (rows, len(complaints)) == ([], 1002)
     first, *few = grouped(complaints)
-    assert first.startswith("rows: row 0: as a row of SWE-smith: ")
+    assert first.startswith("rows: row 0: as a row of Multi-SWE-bench: ")
     assert first.endswith(" (and 999 more rows)")
     assert [line.partition(": as")[0] for line in few] == ["rows: row 1000", "rows: row 1001"]
 

@@ -22,6 +22,7 @@ import msgspec
 from hpc_swe.agents.sandboxes._inside.program import WARM_UP
 from hpc_swe.agents.sandboxes._local import LocalImages
 from hpc_swe.agents.sandboxes._session import Container, Limits
+from hpc_swe.agents.sandboxes._start import apply_start
 from hpc_swe.agents.sandboxes._warm import WarmContainers
 from hpc_swe.agents.sandboxes.base import ImageSandboxes, Sandbox, add_files
 from hpc_swe.base.errors import ConfigError, SandboxError, boundary
@@ -95,6 +96,7 @@ class Apptainer(Plugin, ImageSandboxes, frozen=True, kw_only=True):
             add_files(sandbox, task.files, f"lay out the files of {task.task_id}")
             if task.absent:
                 _remove(sandbox, task)
+            apply_start(sandbox, task)
             yield sandbox
 
     def for_trial(self, images: Path) -> "Apptainer":

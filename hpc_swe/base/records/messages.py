@@ -38,6 +38,29 @@ class TestPlan(Record, frozen=True, kw_only=True):
     """Settings for this task's own grader only, for example the name of a log parser."""
 
 
+class Start(Record, frozen=True, kw_only=True):
+    """A start says how the repository of an image becomes that of the task, when a sandbox is opened.
+
+    The image holds the solution, or the hidden tests: the files that are left become the only commit.
+    """
+
+    patch: str = ""
+    """Patch of the base commit that makes the fault; empty is none."""
+    hidden: tuple[str, ...] = ()
+    """Paths of tests that are taken away, and that a grader takes from the image. An absolute one is a folder
+    beside the repository; in the repository it gets the last part of that path."""
+
+    @property
+    def inside(self) -> list[str]:
+        """Return the hidden paths of the repository."""
+        return [path for path in self.hidden if not path.startswith("/")]
+
+    @property
+    def names(self) -> list[str]:
+        """Return where each hidden path lies in the repository while the tests are run."""
+        return [path.rpartition("/")[2] if path.startswith("/") else path for path in self.hidden]
+
+
 class Task(Record, frozen=True, kw_only=True):
     """A task is a problem and its tests; it names no paths of a cluster and no sampling settings."""
 
@@ -54,6 +77,8 @@ class Task(Record, frozen=True, kw_only=True):
     """Path -> text, written into the work directory before the agent starts."""
     absent: list[str] = []
     """Shell patterns of absolute paths that are removed from the sandbox before anybody acts in it."""
+    start: Start | None = None
+    """What is changed in the repository first; None is nothing."""
     tests: TestPlan
 
 

@@ -13,11 +13,15 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import MAGIC_NUMBER, source_hash
 from pathlib import Path
 from types import CodeType
 
+from hpc_swe.base.errors import HpcSweError
+from hpc_swe.base.records import Task
 from hpc_swe.base.syntax import parse
 from hpc_swe.makers.images.commands import git, run
 from hpc_swe.makers.images.contents import LARGEST, contents, uncoloured, words_only
@@ -98,16 +102,35 @@ class Gold:
         return bool(re.fullmatch(rf"\W*{re.escape(own.partition('.')[0])}(\W.*)?", name))
 
 
-def search(tree: Path, workdir: str, commit: str, *patches: str) -> list[str]:
-    """List the paths below `tree` that show what a patch adds, and other repositories with the commit."""
+def search(
+    tree: Path,
+    workdir: str,
+    commit: str,
+    *patches: str,
+    started: Sequence[tuple[Task, Sequence[str]]] = (),
+) -> list[str]:
+    """List the paths below `tree` that show what a patch adds, and other repositories with the commit.
+
+    `started` are tasks with a start, and patches of what it leaves. What it takes away must not be elsewhere
+    either, such as in an installed copy. Raise HpcSweError if a start does not fit the commit.
+    """
     repository = tree / workdir.lstrip("/")
+    commit = run(*git(repository), "rev-parse", "--verify", commit).strip()
     golds = list(_golds(repository, commit, patches))
+    hidden: set[str] = set()
+    for task, own in started:
+        golds += _of_start(repository, commit, task, own)
+        hidden |= {f"{tree}{path}" for path in task.start.hidden} if task.start else set()
+    is_cleaned = bool(started) and not patches  # a start removes what the repository has compiled
     known = {str(repository / name) for name in unchanged(repository, commit)}
     found = []
     for folder, folders, names in os.walk(tree):
         here = Path(folder)
         if here == repository:
             folders.remove(".git")
+        if is_cleaned and here.is_relative_to(repository):
+            folders[:] = [name for name in folders if name != "__pycache__"]
+        folders[:] = [name for name in folders if f"{folder}/{name}" not in hidden]
         if {"HEAD", "objects", "refs"} <= {*folders, *names}:  # it looks like a git directory
             asked = ("git", "-c", "safe.directory=*", "--git-dir", folder, "cat-file", "-t", commit)
             if run(*asked, ok=(0, 1, 128)).strip() == "commit":
@@ -147,38 +170,68 @@ def _is_of_its_source(file: Path, data: bytes) -> bool:
     return of_source == (int.from_bytes(data[8:12], "little"), int.from_bytes(data[12:16], "little"))
 
 
-def _golds(repository: Path, commit: str, patches: Sequence[str]) -> Iterator[Gold]:
-    base = run(*git(repository), "grep", "-h", "-I", "-e", "", commit, ok=(0, 1)).encode()
-    signs = words_only(base)
+def _of_start(repository: Path, commit: str, task: Task, patches: Sequence[str]) -> list[Gold]:
+    """Return the features of what a start takes away, and of what patches add to what it leaves."""
+    assert task.start
+    with _scratch(repository) as (_, settings):
+        here = partial(run, *git(repository), settings=settings)
+        here("read-tree", commit)
+        try:
+            if task.start.patch:
+                here("apply", "--cached", "--whitespace=nowarn", "-", stdin=task.start.patch)
+        except HpcSweError as error:
+            said = " ".join(str(error).rpartition(": exit code 1: ")[2].split())
+            why = f"its start does not fit the image's commit ({said}): leave the instance out"
+            raise HpcSweError(f"{task.task_id}: {why}") from None
+        here("update-index", "--force-remove", "--", *task.start.inside)
+        left = here("write-tree").strip()
+        taken = here("diff", "--no-color", "--no-ext-diff", "--no-renames", left, commit)
+        return list(_golds(repository, left, [taken, *patches], settings["GIT_OBJECT_DIRECTORY"]))
+
+
+def _golds(repository: Path, base: str, patches: Sequence[str], more: str = "") -> Iterator[Gold]:
+    """Yield the features of each file that patches of `base`, a commit or tree, change; see `_scratch`."""
+    with _scratch(repository, more) as (_, settings):
+        words = ("grep", "-h", "-I", "-e", "", base)
+        shown = run(*git(repository), *words, ok=(0, 1), settings=settings).encode()
+    signs = words_only(shown)
     for patch in patches:
-        versions = _versions(repository, commit, patch)
+        versions = _versions(repository, base, patch, more)
         for path, lines in added(patch):
             own = {words_only(line.strip().encode()) for line in lines if len(line.strip()) >= _MIN_LINE}
             telling = [line for line in own if len(line) >= _MIN_LINE // 2 and line not in signs]
             longest = sorted(telling, key=lambda line: (-len(line), line))[:_MAX_LINES]
             before, after = versions.get(path, (b"", b""))
-            words = [word for word in _words(after) - _words(before) if word not in base]
+            words_of = [word for word in _words(after) - _words(before) if word not in shown]
             own_signs, is_same = words_only(after), words_only(after) == words_only(before)
             codes = list(_codes(after) - _codes(before))
-            yield Gold(path, longest, before, after, own_signs, is_same, words, codes)
+            yield Gold(path, longest, before, after, own_signs, is_same, words_of, codes)
 
 
-def _versions(repository: Path, commit: str, patch: str) -> dict[str, tuple[bytes, bytes]]:
-    """Return the files that a patch changes, before and after it; nothing when it does not apply."""
-    # A separate index and object folder are used: nothing may get into the repository.
+@contextmanager
+def _scratch(repository: Path, more: str = "") -> Iterator[tuple[Path, dict[str, str]]]:
+    """Give git a separate index and folder of objects: nothing may get into the repository.
+
+    `more` is a folder of further objects that git sees.
+    """
     with tempfile.TemporaryDirectory(prefix="hpc_swe-") as scratch:
-        objects, index = Path(scratch, "objects"), Path(scratch, "index")
+        objects = Path(scratch, "objects")
         objects.mkdir()
         inside = run(*git(repository), "rev-parse", "--absolute-git-dir").strip()
-        settings = {
-            "GIT_INDEX_FILE": str(index),
-            "GIT_OBJECT_DIRECTORY": str(objects),
-            "GIT_ALTERNATE_OBJECT_DIRECTORIES": f"{inside}/objects",
-        }
+        yield (
+            Path(scratch),
+            {
+                "GIT_INDEX_FILE": str(Path(scratch, "index")),
+                "GIT_OBJECT_DIRECTORY": str(objects),
+                "GIT_ALTERNATE_OBJECT_DIRECTORIES": ":".join(filter(None, [f"{inside}/objects", more])),
+            },
+        )
 
-        def here(*words: str, stdin: str = "") -> str:
-            return run(*git(repository), *words, ok=(0, 1, 128), stdin=stdin, settings=settings)
 
+def _versions(repository: Path, commit: str, patch: str, more: str) -> dict[str, tuple[bytes, bytes]]:
+    """Return the files that a patch changes, before and after it; nothing when it does not apply."""
+    with _scratch(repository, more) as (scratch, settings):
+        here = partial(run, *git(repository), ok=(0, 1, 128), settings=settings)
         here("read-tree", commit)
         here("apply", "--cached", "--whitespace=nowarn", "-", stdin=patch)
         names = here("diff", "--cached", "--name-only", "-z", "--no-renames", commit)

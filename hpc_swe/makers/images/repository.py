@@ -25,7 +25,7 @@ def stage(repository: Path, commit: str, folder: Path) -> None:
     upload = "--upload-pack=git -c safe.directory=* -c uploadpack.allowAnySHA1InWant=true upload-pack"
     source = repository.absolute().as_uri()
     run(*here, "fetch", "--quiet", "--depth=1", "--no-tags", upload, source, commit)
-    run(*here, "update-ref", "refs/heads/main", commit)
+    run(*here, "update-ref", "refs/heads/main", "FETCH_HEAD")  # the commit may be called HEAD
     run(*here, "symbolic-ref", "HEAD", "refs/heads/main")
     run(*here, "reset", "--quiet", "--hard")
     for name in ("FETCH_HEAD", "ORIG_HEAD"):

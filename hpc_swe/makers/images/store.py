@@ -212,8 +212,10 @@ def _remove(folder: Path) -> None:
 
 
 def _search(tree: Path, problems: Sequence[Problem]) -> list[str]:
-    task, secrets = problems[0].task, chain.from_iterable(one.secrets for one in problems)
-    return leaks.search(tree, task.workdir, task.base_commit, *secrets)
+    task, plain = problems[0].task, [one for one in problems if not one.task.start]
+    secrets = chain.from_iterable(one.secrets for one in plain)
+    started = [(one.task, one.secrets) for one in problems if one.task.start]
+    return leaks.search(tree, task.workdir, task.base_commit, *secrets, started=started)
 
 
 def _first(names: Sequence[str]) -> str:

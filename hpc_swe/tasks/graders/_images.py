@@ -65,7 +65,7 @@ def require_unchanged(task: Task, sandboxes: Sandboxes, young: Sequence[str], si
     if not young or not isinstance(inner, ImageSandboxes):  # without images a patch can change any file
         return
     program = _LOOK.replace("SINCE", str(since_ns)).replace("FILES", ascii(list(young[:MOST_YOUNG])))
-    with sandboxes.open(msgspec.structs.replace(task, files={}, absent=[])) as sandbox:
+    with sandboxes.open(msgspec.structs.replace(task, files={}, absent=[], start=None)) as sandbox:
         result = sandbox.python(program, _LOOK_S)
     if result.timed_out or result.exit_code:
         raise SandboxError(

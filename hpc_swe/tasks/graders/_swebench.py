@@ -40,6 +40,8 @@ _LINES: dict[CaseOutcome, tuple[str, list[str]]] = {
 }
 """Outcome -> the line of unittest and the lines of pytest for it."""
 _WORST_LAST = tuple(_LINES)
+_STATUSES: dict[CaseOutcome, str] = {"passed": "PASSED", "failed": "FAILED", "error": "ERROR"}
+"""Outcome -> the word for it in a task's statuses, which leave out other outcomes."""
 
 
 class ReportLine(msgspec.Struct, frozen=True):
@@ -209,6 +211,8 @@ class Run:
             is_cheat = good == "failed" or bool({"passed", "xpassed"} & {bad, *hidden})
             # A base commit whose tests cannot be imported shows all the same what the environment does.
             return ParsedRun(complaint=why, is_cheat=is_cheat, odd=odd, young=young)
+        if "statuses" in self.task.tests.extra:
+            outcomes, docs = _without_files(outcomes)
         return ParsedRun(always_equal=always_equal, odd=odd, young=young, outcomes=outcomes, docs=docs)
 
     def log_of(self, parsed: ParsedRun, base: ParsedRun) -> str:
@@ -276,6 +280,20 @@ def _warn_of_readable_tests(task_id: str) -> None:
     )
 
 
+def differing(task: Task, parsed: ParsedRun) -> str:
+    """Return the first test whose status is not what the task says of every test; empty when it says none."""
+    if "statuses" not in task.tests.extra:
+        return ""
+    wanted = json.loads(task.tests.extra["statuses"])
+    found = {test: _STATUSES[end] for test, end in parsed.outcomes.items() if end in _STATUSES}
+    for test in sorted({*wanted, *found}):
+        if wanted.get(test) != found.get(test):
+            return (
+                f"{test}: {found.get(test, 'not run')}, and with the reference {wanted.get(test, 'not run')}"
+            )
+    return ""
+
+
 def solved_files(task: Task) -> list[str]:
     """Return the files that the reference changes."""
     return [path for path in task.tests.extra.get("set_up", "").split("\n") if path]
@@ -316,6 +334,13 @@ def _merge(entries: list[ReportLine]) -> tuple[dict[str, CaseOutcome], dict[str,
             outcomes[entry.test] = max((outcome, before), key=_WORST_LAST.index)
             docs[entry.test] = entry.doc
     return outcomes, docs
+
+
+def _without_files(outcomes: dict[str, CaseOutcome]) -> tuple[dict[str, CaseOutcome], dict[str, str]]:
+    """Return each worst outcome by the name that a test has without its file, and empty docstrings."""
+    ordered = sorted(outcomes.items(), key=lambda item: _WORST_LAST.index(item[1]))
+    named = {test.partition("::")[2].replace("::", "."): outcome for test, outcome in ordered}
+    return named, dict.fromkeys(named, "")
 
 
 def _take(outcomes: dict[str, CaseOutcome], canary: str) -> str:

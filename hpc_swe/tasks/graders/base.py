@@ -71,6 +71,10 @@ class Grader(ABC):
         """
         return self.grade(task, patch, sandboxes)
 
+    def complete(self, task: Task, sandboxes: Sandboxes) -> Task:
+        """Return the task with all that its tests need; raise SandboxError if its image lacks it."""
+        return task
+
     def changed_tests(self, task: Task, reference: str, sandboxes: Sandboxes) -> tuple[list[Version], str]:
         """Return versions of the tests that the reference fails; or none, and the reason.
 

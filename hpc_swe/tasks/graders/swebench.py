@@ -35,6 +35,7 @@ from hpc_swe.base.errors import ConfigError, SandboxError
 from hpc_swe.base.records import Outcome, Score, Task
 from hpc_swe.tasks.graders import _judge, _swebench, _swebench_report
 from hpc_swe.tasks.graders._changed_tests import retest
+from hpc_swe.tasks.graders._hidden import completed
 from hpc_swe.tasks.graders._images import file_time_ns, require_unchanged
 from hpc_swe.tasks.graders._inside.texts import sandbox_texts
 from hpc_swe.tasks.graders._swebench import ParsedRun, Run
@@ -61,7 +62,7 @@ _bases: dict[bytes, tuple[ParsedRun, float]] = {}
 _tries: Counter[bytes] = Counter()
 """Runs of a base commit that showed nothing. After some of them that is believed for an hour: what hinders a
 host may last, and then end."""
-_supports: dict[tuple[str, ...], tuple[str, ...]] = {}
+_supports: dict[tuple[object, ...], tuple[str, ...]] = {}
 """Task -> the modules that only its tests import."""
 _bases_lock = threading.Lock()
 
@@ -95,6 +96,7 @@ class Swebench(HiddenTestGrader, frozen=True, kw_only=True):
     def examine(self, task: Task, patch: str, sandboxes: Sandboxes) -> Score:
         """Grade a patch and run the tests even when it is empty, which shows that a task can be failed."""
         started = time.monotonic()
+        task = completed(task, sandboxes)
         planned, early = retest.plan(task, self.second_sittings), None
         run_later = partial(self._run_later, patch, sandboxes)
         if planned.early and patch.strip():
@@ -108,15 +110,20 @@ class Swebench(HiddenTestGrader, frozen=True, kw_only=True):
 
     def outcomes(self, task: Task, patch: str, sandboxes: Sandboxes) -> tuple[dict[str, str], str]:
         """Return how each test ended, whether or not the task names it; or nothing and the reason."""
-        test_run, _ = _run_and_accuse(task, patch, sandboxes)
+        test_run, _ = _run_and_accuse(completed(task, sandboxes), patch, sandboxes)
         if test_run.parsed.complaint:
             return {}, f"{test_run.parsed.complaint}: {test_run.output}"
         return _swebench.by_name_in_logs(test_run.parsed), ""
+
+    def complete(self, task: Task, sandboxes: Sandboxes) -> Task:
+        """Return the task with its hidden tests, which may be those of its image."""
+        return completed(task, sandboxes)
 
     def changed_tests(self, task: Task, reference: str, sandboxes: Sandboxes) -> tuple[list[Version], str]:
         """Return versions of the hidden tests that the reference fails; or none and the reason."""
         if not self.second_sittings:
             return [], "grader.second_sittings = 0"
+        task = completed(task, sandboxes)
         texts = _test_files(task, sandboxes)
         run_tests = partial(self._run_later, reference, sandboxes)
         return retest.choose_versions(task, texts, run_tests, SystemRandom())
@@ -156,8 +163,10 @@ class Swebench(HiddenTestGrader, frozen=True, kw_only=True):
             return self.score(task, "cheated" if parsed.is_cheat else "unresolved", (), detail, seconds)
         verdict = _judge.report(task, patch, Run(task).log_of(parsed, base))
         passed = {name for kind in verdict.get("tests_status", {}).values() for name in kind["success"]}
-        detail = verdict.get("complaint", test_run.output)
-        return self.score(task, "resolved" if verdict["resolved"] else "unresolved", passed, detail, seconds)
+        differing = _swebench.differing(task, parsed)
+        detail = differing or verdict.get("complaint", test_run.output)
+        outcome: Outcome = "resolved" if verdict["resolved"] and not differing else "unresolved"
+        return self.score(task, outcome, passed, detail, seconds)
 
 
 def _run_and_accuse(task: Task, patch: str, sandboxes: Sandboxes) -> tuple[_TestRun, ParsedRun]:
@@ -247,7 +256,7 @@ def _test_files(task: Task, sandboxes: Sandboxes) -> dict[str, str]:
 def _support_files(task: Task, run: Run, sandbox: Sandbox) -> tuple[str, ...]:
     """Find the modules that only tests import, in a sandbox without any patch; cache the result."""
     solved, patterns = _swebench.solved_files(task), _swebench.test_paths(task)
-    key = (task.image, task.base_commit, task.tests.extra["test_files"], *solved, "", *patterns)
+    key = (task.image, task.base_commit, task.start, task.tests.extra["test_files"], *solved, "", *patterns)
     with _bases_lock:
         known = _supports.get(key)
     if known is None:
@@ -269,7 +278,7 @@ def _support_files(task: Task, run: Run, sandbox: Sandbox) -> tuple[str, ...]:
 def _check_image(task: Task, run: Run, sandbox: Sandbox) -> None:
     """Raise SandboxError, which blames no agent, unless the image has the base commit and fits the tests."""
     add_files(sandbox, {f"{run.folder}.tests": task.tests.extra["test_patch"]}, _WRITING)
-    commit = shlex.quote(f"{task.base_commit}^{{commit}}")
+    commit = shlex.quote(f"{'HEAD' if task.start else task.base_commit}^{{commit}}")
     checked = sandbox.run(f"git cat-file -e {commit} && {_check_tests(run)}", _STEP_S)
     if checked.exit_code:
         raise SandboxError(

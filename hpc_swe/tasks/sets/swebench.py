@@ -18,8 +18,9 @@ from hpc_swe.base.records import Split, Task
 from hpc_swe.tasks import task_checks
 from hpc_swe.tasks.hidden_tests import encode_versions
 from hpc_swe.tasks.published_rows import read_row
+from hpc_swe.tasks.recipes import Recipe
 from hpc_swe.tasks.sets.base import Taskset
-from hpc_swe.tasks.swebench_rows import Recipe, Row, read_ids, read_records, test_plan
+from hpc_swe.tasks.swebench_rows import Row, read_ids, read_records, test_plan
 
 PROMPT = """The repository in {workdir} has the problem that the report below describes.
 
@@ -145,5 +146,7 @@ class Swebench(Plugin, Taskset, frozen=True, kw_only=True):
             image=row.image_name,
             workdir=workdir,
             base_commit=row.base_commit,
+            absent=row.absent,
+            start=row.start,
             tests=tests,
         )

@@ -241,7 +241,8 @@ def compare(before: Finished, after: Finished, *, common: bool = False) -> dict[
 def _content(task: Task) -> object:
     """Return what identifies a task; the time limit and the command of its tests do not."""
     files = (sorted(task.files.items()), sorted(task.tests.files.items()))
-    return task.prompt, task.base_commit, files, task.tests.fail_to_pass, task.tests.pass_to_pass
+    start = (task.base_commit, task.start)
+    return task.prompt, start, files, task.tests.fail_to_pass, task.tests.pass_to_pass
 
 
 def _labels(attempts: Sequence[Attempt]) -> list[str]:

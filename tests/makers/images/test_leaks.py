@@ -14,10 +14,12 @@ import zipfile
 from pathlib import Path
 from py_compile import PycInvalidationMode
 
+import msgspec
 import pyarrow as pa
 import pytest
 
 from hpc_swe.base.errors import DeadlineError, HpcSweError
+from hpc_swe.base.records import Start, Task, TestPlan
 from hpc_swe.makers.images.contents import contents
 from hpc_swe.makers.images.leaks import search
 from hpc_swe.makers.images.repository import stage
@@ -25,6 +27,15 @@ from tests.kit.toy import BROKEN, MENDED, MORE_UNITTESTS, UNITTESTS, git, make_r
 
 SHORT = MENDED.replace("a + b", "a.__add__(b) if hasattr(a, '__add__') else b")
 LONG = BROKEN + "".join(f"\n\ndef function_{n}(number):\n    return number * {n}00_000\n" for n in range(3))
+
+TASK = Task(
+    task_id="one",
+    taskset="swebench",
+    prompt="",
+    image="calc",
+    workdir="/testbed",
+    tests=TestPlan(command="", fail_to_pass=[], timeout_s=1),
+)
 
 
 @pytest.fixture
@@ -52,6 +63,37 @@ def test_a_copy_of_the_solution_is_found(repository, tree, path, after, is_found
     (tree / path).write_text(after)
     reference = patch("calc/core.py", BROKEN, after)
     assert search(tree, "/testbed", repository[1], reference) == ([path] if is_found else [])
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("opt/site-packages/calc/core.py", BROKEN),
+        ("testbed/build/lib/calc/core.py", BROKEN),
+        ("opt/site-packages/tests/test_core.py", UNITTESTS),
+    ],
+    ids=["installed", "built", "hidden test"],
+)
+def test_a_copy_of_what_a_start_takes_away_is_found(repository, tree, path, text):
+    """The image's commit is sound, and its tests are shown, until a sandbox is opened."""
+    fault = patch("calc/core.py", BROKEN, BROKEN.replace("2 * a", "7777 * a"))
+    start = Start(patch=fault, hidden=("tests/test_core.py",))
+    task = msgspec.structs.replace(TASK, base_commit="HEAD", start=start)
+    where = tree / path
+    compiled = tree / "testbed/calc/__pycache__/core.cpython-38.pyc"  # it goes when the start is made
+    compiled.parent.mkdir()
+    compiled.write_bytes(b"\0\0\r\n" + b"7777 double" * 3 + BROKEN.encode())
+    assert search(tree, "/testbed", "HEAD", started=[(task, [])]) == []
+    where.parent.mkdir(parents=True, exist_ok=True)
+    where.write_text(text)
+    assert search(tree, "/testbed", "HEAD", started=[(task, [])]) == [path]
+    assert search(tree, "/testbed", repository[1]) == []
+
+
+def test_a_start_that_does_not_fit_names_the_instance(tree):
+    task = msgspec.structs.replace(TASK, start=Start(patch=patch("calc/core.py", MENDED, BROKEN)))
+    with pytest.raises(HpcSweError, match=r"one: its start .*commit \(error: patch failed.* leave the inst"):
+        search(tree, "/testbed", "HEAD", started=[(task, [])])
 
 
 @pytest.mark.parametrize(

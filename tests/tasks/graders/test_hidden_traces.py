@@ -9,7 +9,7 @@ import pytest
 from hpc_swe.makers import history
 from hpc_swe.tasks.graders._swebench import Run
 from hpc_swe.tasks.graders.swebench import Swebench
-from hpc_swe.tasks.swebench_rows import without_digests
+from hpc_swe.tasks.patch_text import without_digests
 from tests.kit.histories import make
 from tests.kit.toy import (
     BROKEN,

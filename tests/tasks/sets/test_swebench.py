@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from hpc_swe.base.errors import ConfigError
+from hpc_swe.tasks.recipes import DJANGO
 from hpc_swe.tasks.sets.swebench import Source, Swebench
-from hpc_swe.tasks.swebench_rows import DJANGO
 from tests.kit.toy import gold, row, taskset, write_rows
 
 MARKS = "#!/bin/bash\n: '>>>>> Start Test Output'\ntrue\n: '>>>>> End Test Output'\n"

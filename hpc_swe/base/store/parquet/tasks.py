@@ -19,7 +19,7 @@ def content(task: Task) -> tuple[object, ...]:
     """
     shown = {path: text for path, text in task.files.items() if path not in task.tests.files}
     parts = (task.tests.files, shown)
-    return task.prompt, task.base_commit, *(tuple(sorted(part.items())) for part in parts)
+    return task.prompt, task.base_commit, task.start, *(tuple(sorted(part.items())) for part in parts)
 
 
 def write(path: Path, tasks: Mapping[Split, Sequence[Task]]) -> None:

@@ -1,0 +1,126 @@
+"""A task may start from a patch of its image's repository: nothing in its sandbox shows the state before."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hpc_swe.agents.sandboxes.apptainer import Apptainer
+from hpc_swe.base.errors import ConfigError, SandboxError
+from hpc_swe.base.records import Start
+from hpc_swe.makers.images.repository import stage
+from hpc_swe.tasks.graders.swebench import Swebench
+from hpc_swe.tasks.patch import take
+from tests.kit.checkout import IMAGES
+from tests.kit.toy import (
+    BROKEN,
+    MENDED,
+    Checkout,
+    git,
+    gold,
+    make_repository,
+    patch,
+    row,
+    taskset,
+    write_rows,
+)
+
+FAULT = patch("calc/core.py", MENDED, BROKEN)
+HISTORY = (
+    "git log --all --reflog --oneline | wc -l; git reflog | wc -l; git for-each-ref --format='%(refname)'"
+)
+EVERYTHING = (
+    "git cat-file --batch-all-objects --batch --buffer; cat .git/packed-refs .git/logs/HEAD; git stash list"
+)
+REVERTS = (
+    "git checkout {base} -- .",
+    "git checkout HEAD~1 -- .",
+    "git checkout origin/main -- .",
+    "git reset --hard HEAD@{{1}}",
+    "git revert --no-edit HEAD",
+    "git restore --source=$(git fsck --lost-found | cut -d' ' -f3 | head -n 1) .",
+)
+
+
+@pytest.fixture(scope="module")
+def mended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The toy repository's youngest commit, which has no fault; its history has."""
+    folder = tmp_path_factory.mktemp("mended") / "calc"
+    make_repository(folder)
+    return folder, git(folder, "rev-parse", "main")
+
+
+def started(folder: Path, base: str, **more: object):
+    rows = write_rows(folder / "rows.jsonl", row("unittest", base, start_patch=FAULT, **more))
+    (task,) = taskset(rows).load("train")
+    return task
+
+
+@pytest.fixture(scope="module")
+def opened(mended, tmp_path_factory: pytest.TempPathFactory) -> tuple[Apptainer, str]:
+    """An image at the sound commit, as `build_images` lays its repository out."""
+    base_image = IMAGES / "python-pytest"
+    if shutil.which("apptainer") is None or not base_image.is_dir():
+        pytest.skip("Apptainer or its unpacked task image is missing: containers/build_image.sh")
+    images = tmp_path_factory.mktemp("images")
+    subprocess.run(["cp", "-a", str(base_image), str(images / "calc")], check=True, timeout=300)
+    stage(mended[0], mended[1], images / "calc" / "testbed")
+    return Apptainer(images=str(images)), "calc"
+
+
+@pytest.mark.slow
+def test_a_policy_finds_no_state_before_the_start_in_an_image(mended, opened, tmp_path):
+    sandboxes, image = opened
+    task = msgspec.structs.replace(started(tmp_path, mended[1]), image=image)
+    with sandboxes.open(task) as sandbox:
+        assert sandbox.read("calc/core.py").decode() == BROKEN
+        assert sandbox.run("git status --porcelain; git diff HEAD", 60).output == ""
+        assert sandbox.run(HISTORY, 60).output.split() == ["1", "0", "refs/heads/main"]
+        assert "a + b" not in sandbox.run(EVERYTHING, 60).output
+        for revert in REVERTS:
+            sandbox.run(revert.format(base=mended[1]), 60)
+            assert sandbox.run("grep -rn 'a + b' .", 60).output == "", revert
+
+
+def test_a_start_leaves_one_commit_whatever_the_repository_held(mended, tmp_path):
+    """Its branches, tags, logs and remote lead nowhere, and two sandboxes have the same commit."""
+    source, base = mended
+    also = f"git remote add origin {source} && git fetch -q --tags origin && mkdir -p calc/__pycache__"
+    also += " && touch calc/__pycache__/core.pyc"
+    sandboxes, heads = Checkout(repository=str(source), also=also), set()
+    for _ in range(2):
+        with sandboxes.open(started(tmp_path, base)) as sandbox:
+            assert sandbox.run(HISTORY, 60).output.split() == ["1", "0", "refs/heads/main"]
+            assert "a + b" not in sandbox.run(EVERYTHING, 60).output
+            assert not any("__pycache__" in path for path in sandbox.paths())
+            heads.add(sandbox.run("git rev-parse HEAD", 60).output)
+    assert len(heads) == 1
+
+
+def test_a_patch_of_the_start_is_taken_and_judged(mended, tmp_path):
+    """Nothing, and a change of the test that the test patch replaces, do not resolve it."""
+    source, base = mended
+    task, sandboxes, grader = started(tmp_path, base), Checkout(repository=str(source)), Swebench()
+    with sandboxes.open(task) as sandbox:
+        sandbox.write("calc/core.py", MENDED.encode())
+        taken = take(task, sandbox, sandboxes)
+        sandbox.write("calc/core.py", BROKEN.encode())
+        sandbox.write("tests/test_core.py", b"")
+        cheat = take(task, sandbox, sandboxes)
+    assert ("+    return a + b" in taken, "tests/test_core.py" in cheat) == (True, True)
+    outcomes = [grader.examine(task, text, sandboxes).outcome for text in (taken, gold(), "", cheat)]
+    assert outcomes == ["resolved", "resolved", "unresolved", "unresolved"]
+
+
+def test_a_start_that_does_not_fit_blames_the_image_and_no_policy(mended, tmp_path):
+    source, base = mended
+    task = msgspec.structs.replace(started(tmp_path, base), start=Start(patch=gold()))
+    with pytest.raises(SandboxError, match=r"its start cannot be made from commit "):
+        Checkout(repository=str(source)).open(task).__enter__()
+
+
+def test_an_eval_script_cannot_follow_a_start(tmp_path, mended):
+    with pytest.raises(ConfigError, match="column start_patch: an eval_script checks out the base commit"):
+        started(tmp_path, mended[1], eval_script="true", log_parser="parse_log_pytest")
