@@ -11,7 +11,7 @@ import numpy as np
 
 from hpc_swe.agents.chat import TokenBuilder
 from hpc_swe.base.errors import EngineError
-from hpc_swe.base.records import IdArray, Sampling, WeightVersion
+from hpc_swe.base.records import EngineStages, IdArray, Sampling, WeightVersion
 from hpc_swe.models.engines.base import NEW, Completion, Prefix
 
 OPENING = "<|im_start|>assistant\n"
@@ -66,7 +66,8 @@ class ToyEngine:
         if isinstance(fault, EngineError):
             raise fault
         answer = self._answer(call)
-        call.answer = fault(answer) if fault else answer
+        stages = EngineStages(prompt_tokens=len(call.prompt))
+        call.answer = dataclasses.replace(fault(answer) if fault else answer, stages=stages)
         if self.routes:
             ids = np.asarray([*call.prompt, *call.answer.token_ids][prefix.routed : -1])
             routing = np.stack((ids % 7, ids % 11), -1).astype(np.uint8)

@@ -215,6 +215,26 @@ class ExitStatus(StrEnum):
         return self in (ExitStatus.MAX_TURNS, ExitStatus.CONTEXT)
 
 
+class EngineStages(Record, frozen=True, kw_only=True):
+    """Requests to engines spent these seconds in the stages of an engine, by its own clock, in total."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Those of the prompts' tokens whose keys and values the engine still had."""
+
+    def __add__(self, other: "EngineStages") -> "EngineStages":
+        return EngineStages(
+            queue_s=self.queue_s + other.queue_s,
+            prefill_s=self.prefill_s + other.prefill_s,
+            decode_s=self.decode_s + other.decode_s,
+            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
+            cached_tokens=self.cached_tokens + other.cached_tokens,
+        )
+
+
 class Timing(Record, frozen=True, kw_only=True):
     """Wall seconds of one episode are summed by what they were spent on."""
 
@@ -222,6 +242,8 @@ class Timing(Record, frozen=True, kw_only=True):
     engine_s: float = 0.0
     tools_s: float = 0.0
     total_s: float = 0.0
+    stages: EngineStages = EngineStages()
+    """What `engine_s` was spent on, as far as engines say; requests at the same time count each."""
 
 
 class Episode(Record, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from hpc_swe.base.errors import EngineError, boundary
-from hpc_swe.base.records import WeightVersion
+from hpc_swe.base.records import EngineStages, WeightVersion
 
 INITIAL = "default"  # stamp of the weights that vLLM starts with, until they are given a name
 NOT_FINITE = -9999.0  # value that vLLM writes in place of a log-probability that is not finite
@@ -69,6 +69,7 @@ class SampleAnswer(Struct):
     weight_versions: list[Stamp] | None = None
     routed_experts: bytes | None = None
     """A numpy file, uint8 [tokens, layers, k]."""
+    stages: EngineStages = EngineStages()
 
 
 class Answer(Struct):
@@ -82,6 +83,7 @@ class Answer(Struct):
     stop_reason: int | str | None = None
     weight_versions: list[Stamp] | None = None
     routed_experts: bytes | None = None
+    stages: EngineStages = EngineStages()
 
 
 class _Logprob(Struct):
@@ -177,6 +179,7 @@ def from_samples(url: str, data: bytes, prompt: Sequence[int]) -> Answer:
         stop_reason=found.stop_reason,
         weight_versions=found.weight_versions,
         routed_experts=found.routed_experts,
+        stages=found.stages,
     )
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_swe.base.records import IdArray, ProbeScore, Sampling, WeightManifest, WeightVersion
+from hpc_swe.base.records import EngineStages, IdArray, ProbeScore, Sampling, WeightManifest, WeightVersion
 from hpc_swe.base.store.folders import Identity
 from hpc_swe.models.builds import Builds
 from hpc_swe.models.costs import MemoryEstimate
@@ -36,6 +36,8 @@ class Completion:
     routing: ByteArray | None = None
     """uint8 [tokens, layers * k], the experts that computed each token of prompt and completion, from the
     first that was asked for to the last but one; None where the engine does not return them."""
+    stages: EngineStages = EngineStages()
+    """What the engine did for it, and for how long; all 0 where it does not say."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import numpy as np
 from msgspec import Struct
 
 from hpc_swe.base.errors import ConfigError
-from hpc_swe.base.records import Record
+from hpc_swe.base.records import EngineStages, Record
 from hpc_swe.base.store import folders
 from hpc_swe.models.engines._answers import (
     INITIAL,
@@ -184,6 +184,7 @@ class _Handler(BaseHTTPRequestHandler):
             prompt=TokenScores.of(prompt[1:], [SCORE] * (len(prompt) - 1)) if is_score else None,
             weight_versions=[Stamp(self._state.version, 0, len(ids))] if ids else [],
             routed_experts=None if start is None else _routing((prompt + ids)[start:-1]),
+            stages=EngineStages(decode_s=reply.delay_s, prompt_tokens=len(prompt)),
         )
 
     def _has_token(self) -> bool:

@@ -296,7 +296,7 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
         spans = None if stamps is None else _answers.to_spans(stamps, len(ids))
         rows = len(prompt) + len(ids) - 1 - prefix.routed
         routing = _answers.to_routing(answer, rows) if self.return_routing else None
-        return Completion(ids, logprobs, answer.finish_reason, spans, routing)
+        return Completion(ids, logprobs, answer.finish_reason, spans, routing, answer.stages)
 
     def score(self, url: str, token: str, token_ids: Sequence[int], *, swap_s: float = 0.0) -> list[float]:
         """Return the log-probabilities of all tokens but the first; vLLM does not use its prefix cache here.

@@ -108,6 +108,7 @@ def record(request: RolloutRequest, recorder: ServedRecorder, played: Played, wo
             engine_s=recorder.engine_s,
             tools_s=result.tools_s,
             total_s=recorder.total_s,
+            stages=recorder.stages,
         ),
         worker=worker,
         error=result.error,

@@ -17,7 +17,17 @@ from msgspec.structs import replace
 from hpc_swe.agents.chat import TokenBuilder
 from hpc_swe.agents.loops.base import ContextFull, Refusal, Reply, TurnsSpent
 from hpc_swe.base.errors import ConfigError, EngineError, EpisodeError, SandboxError
-from hpc_swe.base.records import ExitStatus, Message, RolloutRequest, Sampling, Turn, floats, id_array, ids
+from hpc_swe.base.records import (
+    EngineStages,
+    ExitStatus,
+    Message,
+    RolloutRequest,
+    Sampling,
+    Turn,
+    floats,
+    id_array,
+    ids,
+)
 from hpc_swe.config.settings import RolloutConfig
 from hpc_swe.models.engines.base import Prefix
 from hpc_swe.roles.rollout.chains import ChainPlace, Chains
@@ -77,6 +87,7 @@ class Recorder:
         self.answers = 0
         """Answers of engines so far, parts of a completion counted each."""
         self.counts: Counter[str] = Counter()
+        self.stages = EngineStages()
         self._openings: list[list[Message]] = []
         """The first message of each conversation that was continued."""
         self.messages: list[Message] = []
@@ -286,4 +297,5 @@ class Recorder:
         )
         with self._lock:
             self.counts["continued"] += sampled.continued
+            self.stages += sampled.stages
             return self._chains.add(turn, sampled.salt)

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from hpc_swe.base.errors import EngineError, Overdue
-from hpc_swe.base.records import Endpoint, IdArray, Sampling, VersionSpan, WeightVersion
+from hpc_swe.base.records import Endpoint, EngineStages, IdArray, Sampling, VersionSpan, WeightVersion
 from hpc_swe.models.engines.base import NEW, Completion, Engine, Prefix
 from hpc_swe.roles.rollout.endpoints import Endpoints
 
@@ -48,6 +48,7 @@ class Sampled:
     """First tokens of prompt and completion whose routing is known."""
     routing: bytes = b""
     """uint8 [tokens, layers * k], the experts of those that the caller did not know; empty: not returned."""
+    stages: EngineStages = EngineStages()
 
 
 class _ProgressTimer:
@@ -145,6 +146,7 @@ class Sampler:
             done.spans += self._spans(completion, endpoint, len(done.token_ids))
         done.token_ids += completion.token_ids
         done.logprobs += completion.logprobs
+        done.stages += completion.stages
         if completion.routing is not None:
             done.routed += len(completion.routing)
             done.routing += completion.routing.tobytes()

@@ -27,6 +27,8 @@ from hpc_swe.launch import existing
 
 WAIT, KINDS, PARTS = "step_seconds/wait", ("finished", "trained", "dropped"), 4
 TRAINS = ("reference", "forward", "backward", "optimizer")
+STAGES = ("queue", "sandbox", "engine_queue", "prefill", "decode", "tools", "grading")
+"""Parts of an episode, curves of seconds/."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ def figures(loop: Loop) -> dict[str, str]:
     ages = [step.values.get("staleness/mean", 0.0) for step in loop.steps]
     oldest = max(step.values.get("staleness/max", 0.0) for step in loop.steps)
     sampled = sum(step.weighted("episodes/tokens") for step in loop.steps)
+    prompts, cached = (_mean(loop.steps, f"episodes/{kind}_tokens") for kind in ("prompt", "cached"))
     cells = {
         "steps": str(len(loop.steps)),
         "samples": f"{loop.samples:,.0f}",
@@ -143,6 +146,8 @@ def figures(loop: Loop) -> dict[str, str]:
         "learner trains %": f"{loop.share(*TRAINS):.1f}",
         "learner publishes %": f"{loop.share('publish', 'checkpoint'):.1f}",
         "in engines": f"{sum(s.weighted('seconds/engine') for s in loop.steps) / loop.seconds / engines:.1f}",
+        **{f"s in {stage}": f"{_mean(loop.steps, f'seconds/{stage}'):.3g}" for stage in STAGES},
+        "prompts cached %": f"{100 * cached / max(prompts, 1.0):.1f}",
         "stale mean": f"{fmean(ages):.2f}",
         "stale max": f"{oldest:.0f}",
     }
@@ -211,6 +216,7 @@ def main() -> None:
     rates, counts = compare(loops)
     tables.show(tables.console, rates)
     tables.say("in engines: mean number of episodes that wait for a completion at a time, for each engine")
+    tables.say("s in queue, sandbox, ..: seconds of an episode in spools, and in each stage of its work")
     tables.say("solve q1..q4: share of resolved episodes in each quarter of the samples")
     tables.show(tables.console, counts)
 

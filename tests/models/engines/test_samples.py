@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from hpc_swe.base.records import EngineStages
 from hpc_swe.models.engines import _answers
 from hpc_swe.models.engines._vllm.gate import SAMPLE
 from tests.kit.crash import in_child
@@ -102,13 +103,16 @@ async def results_of_each_release_become_the_same_answer() -> None:
     prompt.append_fast([6], [-1.25], iter([1]), [None])
     routing = np.ones((2, 1, 1), np.uint8)
     old = {"token_ids": (7,), "logprobs": scores, "finish_reason": "abort", "stop_reason": None}
-    result = SimpleNamespace(outputs=[SimpleNamespace(**old, routed_experts=routing)], prompt_logprobs=prompt)
+    asked = {"prompt_token_ids": [5, 6], "num_cached_tokens": 1, "metrics": None}
+    outputs = [SimpleNamespace(**old, routed_experts=routing)]
+    result = SimpleNamespace(outputs=outputs, prompt_logprobs=prompt, **asked)
     answer = _answers.from_samples("url", msgspec.msgpack.encode(_describe(result)), [5, 6])
     assert (answer.token_ids, answer.logprobs, answer.prompt_logprobs) == ([7], [-0.5], [-1.25])
+    assert answer.stages == EngineStages(prompt_tokens=2, cached_tokens=1)
     assert (answer.finish_reason, answer.stop_reason, answer.weight_versions) == ("abort", None, None)
     assert _answers.to_routing(answer, 2).tolist() == [[1], [1]]
     new = {"weight_versions": [{"version": "v000001-i01", "start": 0, "end": 1}], "routed_experts": None}
-    result = SimpleNamespace(outputs=[SimpleNamespace(**old | new)], prompt_logprobs=None)
+    result = SimpleNamespace(outputs=[SimpleNamespace(**old | new)], prompt_logprobs=None, **asked)
     answer = _answers.from_samples("url", msgspec.msgpack.encode(_describe(result)), [5, 6])
     assert answer.weight_versions == [_answers.Stamp("v000001-i01", 0, 1)]
     assert (answer.prompt_logprobs, answer.routed_experts) == (None, None)

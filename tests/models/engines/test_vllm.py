@@ -116,6 +116,14 @@ def test_sampled_logprobs_are_those_of_transformers(server: Server, name: str) -
         assert np.abs(reference(server.models[name], text[:1], text[1:]) - np.asarray(scores)).max() < 1e-4
 
 
+def test_an_answer_says_what_each_stage_took_and_what_was_cached(fresh: Server) -> None:
+    prompt = np.random.default_rng(1).integers(10, VOCABULARY, 600).tolist()
+    first, again = sample(fresh, prompt).stages, sample(fresh, prompt).stages
+    assert first.cached_tokens == 0 < again.cached_tokens < 600 == again.prompt_tokens
+    assert 0 <= first.queue_s < first.prefill_s + first.decode_s
+    assert min(first.prefill_s, first.decode_s) > 0
+
+
 def test_temperature_0_is_greedy(fresh: Server) -> None:
     import torch
     from transformers import Qwen3ForCausalLM

@@ -19,6 +19,7 @@ from hpc_swe.agents.sandboxes.base import Sandbox
 from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.base.errors import AgentError, EngineError, SandboxError
 from hpc_swe.base.records import (
+    EngineStages,
     Episode,
     ExitStatus,
     Message,
@@ -61,6 +62,8 @@ def test_an_episode_holds_every_sampled_token_and_the_work(made: Rig) -> None:
     sampled = sum(len(episode.turns) for episode in made.episodes.values())
     assert sampled == 6 * len(REPLIES)
     answers = [(call.prompt, call.answer) for call in made.engine.calls if call.answer]
+    stages = sum((episode.timing.stages for episode in made.episodes.values()), EngineStages())
+    assert stages.prompt_tokens == sum(len(prompt) for prompt, _ in answers)
     for episode in made.episodes.values():
         assert (episode.exit_status, episode.error) == (ExitStatus.SUBMITTED, "")
         assert episode.submission.splitlines()[-2:] == ["-    return x - y", "+    return x + y"]

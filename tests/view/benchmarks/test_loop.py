@@ -70,7 +70,9 @@ def made(tmp_path):
         for n in range(10)
     }
     for step in range(5):  # the first two and the last are left out, at staleness 1
-        curves.write(step, {"step_seconds/wait": 0.0, "solve/train": 0.5, "seconds/engine": 2.0, **deciles})
+        stages = {"seconds/engine": 2.0, "seconds/decode": 1.5, "episodes/prompt_tokens": 40.0}
+        stages |= {"episodes/cached_tokens": 30.0}
+        curves.write(step, {"step_seconds/wait": 0.0, "solve/train": 0.5, **stages, **deciles})
     return maker.run.root
 
 
@@ -78,6 +80,8 @@ def test_the_command_prints_rates_and_counts_by_length(made):
     done = typed("hpc_swe.benchmarks.loop", made)
     assert done.returncode == 0, done.stderr
     assert "asynchronous" in done.stdout
+    cells = {line.rpartition(" ")[0].strip(): line.split()[-1] for line in done.stdout.splitlines() if line}
+    assert (cells["s in decode"], cells["prompts cached %"]) == ("1.5", "75.0")
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith("made")]
     assert ["made", "trained", *["2"] * 10] in rows
     done = typed("hpc_swe.benchmarks.loop", made.parent)

@@ -20,6 +20,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from hpc_swe.base.records import EngineStages
 from hpc_swe.models.engines._answers import SampleAnswer, SampleRequest, TokenScores
 from hpc_swe.models.engines._vllm.gate import SAMPLE, Scope, Send, answer
 
@@ -93,6 +94,20 @@ def _describe(result: RequestOutput) -> SampleAnswer:
         stop_reason=output.stop_reason,
         weight_versions=getattr(output, "weight_versions", None),  # vLLM 0.26 has none
         routed_experts=None if output.routed_experts is None else _file(output.routed_experts),
+        stages=_stages(result),
+    )
+
+
+def _stages(result: RequestOutput) -> EngineStages:
+    tokens, cached, times = len(result.prompt_token_ids), result.num_cached_tokens or 0, result.metrics
+    if times is None or not times.first_token_ts:  # without statistics, or aborted before its first token
+        return EngineStages(prompt_tokens=tokens, cached_tokens=cached)
+    return EngineStages(
+        queue_s=times.scheduled_ts - times.queued_ts,
+        prefill_s=times.first_token_ts - times.scheduled_ts,
+        decode_s=times.last_token_ts - times.first_token_ts,
+        prompt_tokens=tokens,
+        cached_tokens=cached,
     )
 
 

@@ -152,6 +152,7 @@ def _episodes(results: Sequence[ScoredEpisode]) -> dict[str, float]:
     episodes = [scored.episode for scored in results]
     exits = Counter(f"exit/{episode.exit_status.value}" for episode in episodes)
     outcomes = Counter(f"outcome/{scored.score.outcome}" for scored in results)
+    stages = [episode.timing.stages for episode in episodes]
     return {
         "outcome/cheated": 0.0,  # always present, so that the curve shows the first one
         **{name: number / len(results) for name, number in sorted((exits + outcomes).items())},
@@ -161,6 +162,11 @@ def _episodes(results: Sequence[ScoredEpisode]) -> dict[str, float]:
         "episodes/tokens": _mean([sampled_tokens(episode) for episode in episodes]),
         "seconds/sandbox": _mean([episode.timing.sandbox_s for episode in episodes]),
         "seconds/engine": _mean([episode.timing.engine_s for episode in episodes]),
+        "seconds/engine_queue": _mean([each.queue_s for each in stages]),
+        "seconds/prefill": _mean([each.prefill_s for each in stages]),
+        "seconds/decode": _mean([each.decode_s for each in stages]),
+        "episodes/prompt_tokens": _mean([each.prompt_tokens for each in stages]),
+        "episodes/cached_tokens": _mean([each.cached_tokens for each in stages]),
         "seconds/tools": _mean([episode.timing.tools_s for episode in episodes]),
         "seconds/grading": _mean([scored.score.seconds for scored in results]),
     }
