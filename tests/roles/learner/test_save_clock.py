@@ -1,5 +1,6 @@
 """After which steps a learner saves a checkpoint, and what it reports of it."""
 
+import os
 import time
 
 import msgspec
@@ -83,4 +84,4 @@ def test_a_start_knows_how_long_the_last_checkpoint_took(filled):
     saved = folders.manifest(filled.checkpoint(1, 1), CheckpointManifest)
     assert saved.saving_s >= SAVING_S
     trained(filled, 3, {}, every=100, every_s=1e-9)
-    assert [path.name for path in filled.checkpoints.iterdir()] == ["step_000001-i01", "step_000003-i02"]
+    assert sorted(os.listdir(filled.checkpoints)) == ["step_000001-i01", "step_000003-i02"]
