@@ -108,41 +108,23 @@ def test_what_the_template_writes_is_read_back_without_an_opening_mark(builder, 
     assert calls(builder.reply(ids, tools=TOOLS)) == [("view", values) for values in asked]
 
 
+TYPED = {
+    "all": {"True": True, "true": True, "FALSE": False, "1": 1, "maybe": "maybe"},
+    **dict.fromkeys(("only", "last", "kind"), {"None": None, "null": None}),
+    "span": {"None": None, "null": None, "[1, 1e999]": "[1, 1e999]"},
+    "path": {text: text for text in ("12", "1e3", "[1, 2]", "nan", "True", "None", "null")},
+    "share": {"NaN": "NaN", "-1e999": "-1e999"},  # which are no JSON
+}
+
+
 @pytest.mark.parametrize(
-    ("value", "found"),
-    [
-        ("True", True),
-        ("true", True),
-        ("FALSE", False),
-        ("1", 1),
-        ("maybe", "maybe"),
-    ],
+    ("key", "value"), [(key, value) for key, values in TYPED.items() for value in values]
 )
-def test_a_boolean_is_one_however_it_is_written(builder, value, found):
-    text = f"<tool_call>\n<function=view>\n<parameter=all>\n{value}\n</parameter>\n</function>\n</tool_call>"
-    assert calls(read(builder, text)) == [("view", {"all": found})]
-
-
-@pytest.mark.parametrize("key", ["only", "span", "last", "kind"])
-@pytest.mark.parametrize("value", ["None", "null"])
-def test_null_is_null_where_the_tool_takes_it(builder, key, value):
+def test_a_value_is_of_the_type_that_the_tool_takes_or_text(builder, key, value):
     text = f"<tool_call><function=view><parameter={key}>{value}</parameter></function></tool_call>"
-    assert calls(read(builder, text)) == [("view", {key: None})]
-    text = f"<tool_call><function=view><parameter=path>{value}</parameter></function></tool_call>"
-    assert calls(read(builder, text)) == [("view", {"path": value})]
-
-
-@pytest.mark.parametrize("value", ["12", "1e3", "[1, 2]", "nan", "True", "None"])
-def test_text_stays_text(builder, value):
-    text = f"<tool_call><function=view><parameter=path>{value}</parameter></function></tool_call>"
-    assert calls(read(builder, text)) == [("view", {"path": value})]
-    assert calls(read(builder, text, tools="")) == [("view", {"path": value})]
-
-
-@pytest.mark.parametrize(("key", "value"), [("share", "NaN"), ("share", "-1e999"), ("span", "[1, 1e999]")])
-def test_what_is_not_json_is_text_and_no_wrong_number(builder, key, value):
-    text = f"<tool_call><function=view><parameter={key}>{value}</parameter></function></tool_call>"
-    assert calls(read(builder, text)) == [("view", {key: value})]
+    assert calls(read(builder, text)) == [("view", {key: TYPED[key][value]})]
+    if TYPED[key][value] == value:
+        assert calls(read(builder, text, tools="")) == [("view", {key: value})]
 
 
 BODY = "<function=run>\n</function>"

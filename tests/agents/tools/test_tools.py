@@ -64,20 +64,6 @@ def test_replace_changes_the_first_occurrence_in_its_line_only(sandbox: Sandbox)
     assert sandbox.read("no_end.txt") == b"a\nc"
 
 
-@pytest.mark.parametrize(
-    ("start", "end", "new_code", "result"),
-    [
-        (2, 2, "    return a + b", "def add(a, b):\n    return a + b\n"),
-        (1, 2, "", ""),
-        (2, 1, "    # new", "def add(a, b):\n    # new\n    return a - b - b\n"),
-        (3, 2, "x = 1\n", SOURCE + "x = 1\n"),
-    ],
-)
-def test_rewrite_replaces_a_range(sandbox: Sandbox, start, end, new_code, result):
-    assert use(sandbox, "rewrite", path="mod.py", start=start, end=end, new_code=new_code) == "ok"
-    assert sandbox.read("mod.py").decode() == result
-
-
 def test_rewrite_makes_a_new_file(sandbox: Sandbox):
     assert use(sandbox, "rewrite", path="new/file.py", start=1, end=0, new_code="x = 1") == "ok"
     assert sandbox.read("new/file.py") == b"x = 1\n"
@@ -245,6 +231,10 @@ def test_rewrite_writes_the_line_ends_of_its_neighbours(sandbox: Sandbox):
 @pytest.mark.parametrize(
     ("text", "start", "end", "new_code", "result"),
     [
+        ("a\nb\n", 2, 2, "c", "a\nc\n"),
+        ("a\nb\n", 1, 2, "", ""),
+        ("a\nb\n", 2, 1, "c", "a\nc\nb\n"),
+        ("a\nb\n", 3, 2, "c\n", "a\nb\nc\n"),
         ("a\r\nb\n", 3, 2, "c", "a\r\nb\nc\n"),
         ("a\nb\r\nc", 3, 3, "d\ne", "a\nb\r\nd\r\ne"),
         ("a\nb\r\nc\n", 2, 1, "x", "a\nx\r\nb\r\nc\n"),

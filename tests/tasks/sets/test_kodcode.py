@@ -141,14 +141,6 @@ def test_half_of_the_tests_are_hidden_and_always_the_same(tmp_path: Path, caplog
     assert "1 tasks of train show all of their tests" in caplog.text
 
 
-def test_a_table_of_the_visible_answers_is_not_paid(taskset: Kodcode) -> None:
-    for task in taskset.load("train"):
-        seen = [(x, y) for x, y in ((3, 6), (10, 20)) if f"double({x})" in task.files["test.py"]]
-        assert len(seen) == 1
-        table = difference("double_code.py", WRONG, f"def double(x):\n    return dict({seen})[x]\n")
-        assert Pytest().grade(task, table, Process()).reward == 0.0
-
-
 A, C, D = "def test_a():\n    0\n", "    def test_c(self): pass\n", "    @x\n    def test_d(self): pass\n"
 
 
