@@ -13,7 +13,11 @@ from hpc_swe.models.families import (
     DEFAULTS,
     GRANITE,
     MULTIPLIERS,
+    WITH_DELTA_NETS,
     WITH_FUSED_MLP,
+    WITH_SHARED_EXPERTS,
+    WRAPPED,
+    DeltaNet,
     Multipliers,
     unrotated_layers,
 )
@@ -27,14 +31,13 @@ KNOWN = (
     "qwen2",
     "qwen3",
     "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
     "qwen3_5_text",
     "qwen3_moe",
     "seed_oss",
     "smollm3",
 )
-WITH_DELTA_NETS = ("qwen3_5", "qwen3_5_text")
-WRAPPED = ("qwen3_5",)
-"""Types of models of text and images; the configuration of the text model is their text_config."""
 NEEDED = (
     "num_hidden_layers",
     "hidden_size",
@@ -44,6 +47,7 @@ NEEDED = (
     "rms_norm_eps",
 )
 OF_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok")
+OF_SHARED_EXPERTS = "shared_expert_intermediate_size"
 OF_DELTA_NETS = (
     "linear_num_key_heads",
     "linear_num_value_heads",
@@ -79,49 +83,6 @@ class Parameters:
 
 
 @dataclass(frozen=True)
-class DeltaNet:
-    """Hold the sizes of gated delta nets, which take the place of attention in some layers."""
-
-    layers: frozenset[int]
-    """Which layers, counted from 0."""
-    key_heads: int
-    value_heads: int
-    """A multiple of `key_heads`: as many value heads share the query and the key of one."""
-    key_dim: int
-    value_dim: int
-    kernel: int
-    """Number of tokens that the convolution sees."""
-
-    @property
-    def keys(self) -> int:
-        """Return the width of all keys, which is that of all queries."""
-        return self.key_heads * self.key_dim
-
-    @property
-    def values(self) -> int:
-        return self.value_heads * self.value_dim
-
-    @property
-    def mixed(self) -> int:
-        """Return the width of queries, keys and values, which pass the convolution."""
-        return 2 * self.keys + self.values
-
-    def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Return the sizes of a layer's tensors, by name in a Hugging Face folder."""
-        return {
-            "linear_attn.in_proj_qkv.weight": (self.mixed, hidden),
-            "linear_attn.in_proj_z.weight": (self.values, hidden),
-            "linear_attn.in_proj_b.weight": (self.value_heads, hidden),
-            "linear_attn.in_proj_a.weight": (self.value_heads, hidden),
-            "linear_attn.conv1d.weight": (self.mixed, 1, self.kernel),
-            "linear_attn.A_log": (self.value_heads,),
-            "linear_attn.dt_bias": (self.value_heads,),
-            "linear_attn.norm.weight": (self.value_dim,),
-            "linear_attn.out_proj.weight": (hidden, self.values),
-        }
-
-
-@dataclass(frozen=True)
 class ModelShape:
     """Hold everything that the architecture leaves open."""
 
@@ -144,6 +105,8 @@ class ModelShape:
     experts_per_token: int
     renormalize: bool
     """True when the chosen experts' probabilities are scaled to sum to one."""
+    shared_ffn: int = 0
+    """Inner width of one more expert, which all tokens pass, behind a gate; 0 where there is none."""
     delta: DeltaNet | None = None
     """Set for a model with delta nets: its other layers have attention whose output is gated, and its norms
     multiply by one plus their weights."""
@@ -188,6 +151,7 @@ class ModelShape:
             experts=experts,
             experts_per_token=int(config.get("num_experts_per_tok") or 0) if experts else 0,
             renormalize=bool(config.get("norm_topk_prob", False)),
+            shared_ffn=config[OF_SHARED_EXPERTS] if config["model_type"] in WITH_SHARED_EXPERTS else 0,
             delta=_delta_net(config),
             prefix="model.language_model." if is_wrapped else "model.",
             is_wrapped=is_wrapped,
@@ -228,11 +192,15 @@ class ModelShape:
         if self.has_fused_mlp:
             layer["shared_mlp.input_linear.weight"] = (2 * self.ffn, self.hidden)
             return layer | {"shared_mlp.output_linear.weight": (self.hidden, self.ffn)}
-        mlp = {name: (self.ffn, self.hidden) for name in ("gate", "up")} | {"down": (self.hidden, self.ffn)}
+        widths = {f"experts.{number}.": self.ffn for number in range(self.experts)} or {"": self.ffn}
         if self.experts:
             layer["mlp.gate.weight"] = (self.experts, self.hidden)
-        for place in [f"experts.{number}." for number in range(self.experts)] or [""]:
-            layer |= {f"mlp.{place}{name}_proj.weight": size for name, size in mlp.items()}
+        if self.shared_ffn:
+            layer["mlp.shared_expert_gate.weight"] = (1, self.hidden)
+            widths["shared_expert."] = self.shared_ffn
+        for place, width in widths.items():
+            layer |= {f"mlp.{place}{name}_proj.weight": (width, self.hidden) for name in ("gate", "up")}
+            layer[f"mlp.{place}down_proj.weight"] = (self.hidden, width)
         return layer
 
     def _attention_tensors(self) -> dict[str, tuple[int, ...]]:
@@ -254,16 +222,16 @@ class ModelShape:
 
         With h hidden, H and G heads and key-value heads times head_dim, and f the inner width, a layer has q,
         k, v and o of h (2 H + 2 G), their biases if any, an MLP of 3 h f or as many experts with a router of
-        h, two norms of h, and norms of q and k of head_dim each. A gated output adds h H. A delta net has the
-        tensors that `DeltaNet` lists. Around the layers are the embedding, the output unless it is tied, and
-        the final norm.
+        h, two norms of h, and norms of q and k of head_dim each. A gated output adds h H, and a shared expert
+        3 h f of its own f, and h for its gate. A delta net has the tensors that `DeltaNet` lists. Around the
+        layers are the embedding, the output unless it is tied, and the final norm.
         """
         heads, groups = self.heads * self.head_dim, self.groups * self.head_dim
         gates = heads if self.delta else 0
         attention = self.hidden * (2 * heads + 2 * groups + gates) + self.qkv_bias * (heads + 2 * groups)
         attention, norms = attention * self.attention_layers, self.attention_layers * 2 * self.head_dim
         whole = self.layers * (2 * self.hidden + self.hidden * self.experts) + self.hidden
-        whole += norms * self.qk_norm
+        whole += norms * self.qk_norm + self.layers * self.hidden * bool(self.shared_ffn)
         if self.delta:
             norms = self.delta.value_dim * len(self.delta.layers)
             sizes = self.delta.tensors(self.hidden).values()
@@ -271,6 +239,7 @@ class ModelShape:
             whole += norms
         mlp = 3 * self.hidden * self.ffn * max(1, self.experts) * self.layers
         tables = self.vocab * self.hidden * (1 if self.tied else 2)
+        attention += 3 * self.hidden * self.shared_ffn * self.layers
         split, experts = (attention, mlp) if self.experts else (attention + mlp, 0)
         return Parameters(tables, split, experts, whole)
 
@@ -352,6 +321,7 @@ def _refuse_unknown(path: Path, config: dict[str, Any]) -> None:
     needed = [*(["text_config"] if kind in WRAPPED else []), *NEEDED, *_ffn_keys(config)]
     needed += ["head_dim"] if kind == "qwen3" else []  # transformers would take 128, whatever the tensors are
     needed += OF_DELTA_NETS if has_delta_nets(config) else ()
+    needed += [OF_SHARED_EXPERTS, "num_experts"] if kind in WITH_SHARED_EXPERTS else []
     needed += MULTIPLIERS if kind in GRANITE else ()
     if missing := [key for key in needed if config.get(key) is None]:
         raise ConfigError(f"model: {path} has no {', '.join(missing)}; add what the model was trained with")
@@ -376,6 +346,7 @@ def _refuse_unknown(path: Path, config: dict[str, Any]) -> None:
             "attn_output_gate": not config.get("attn_output_gate", True),
             "output_gate_type": config.get("output_gate_type", "silu") not in ("silu", "swish"),
             "layer_scale": bool(config.get("layer_scale")),
+            "norm_topk_prob": kind in WITH_SHARED_EXPERTS and not config["norm_topk_prob"],
         }
     if any(unsupported.values()):
         names = ", ".join(name for name, present in unsupported.items() if present)

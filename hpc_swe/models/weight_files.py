@@ -123,12 +123,14 @@ def require_tensors(folder: Path, shape: ModelShape, key: str = "model") -> None
     if shape.is_wrapped and not any(name.startswith(IMAGES) for name in found):
         raise ConfigError(
             f"{key}: {folder / (INDEX if index else SINGLE)} has no tensor {IMAGES}*, but config.json has "
-            "model_type 'qwen3_5', a model of text and images; copy it again, or save the text model alone"
+            "the model_type of a model of text and images; copy it again, or save the text model alone"
         )
     for name, size in shape.tensors.items():
         tensor = found.get(name)
         if tensor is None:
             path, where = folder / (INDEX if index else SINGLE), f"has no tensor {name}"
+            if (joined := f"{name.partition('.experts.')[0]}.experts.gate_up_proj") in found:
+                where += f", but {joined}, of all experts; open the model with transformers, and save it"
         elif tensor.shape != size:
             path = tensor.path
             where = f"has {name} of {list(tensor.shape)}, but config.json of the model says {list(size)}"

@@ -1,7 +1,7 @@
 """Compare what vLLM samples with the learner and with transformers, before and after swaps of the weights.
 
     python -m tests.gpu.engines [dense] [qwen2] [llama] [mistral] [experts] [lora]
-                                [granite] [granite4] [seed] [smollm3] [delta-net]
+                                [granite] [granite4] [seed] [smollm3] [delta-net] [delta-moe]
                                 [qwen2-2] [experts-2] [lora-2]
 
 starts one engine for each case; a case that ends in -2 has an engine of two workers. The learner exports, the
@@ -56,11 +56,12 @@ GPU = Vllm(
     environ={"VLLM_USE_FLASHINFER_SAMPLER": "0"},
 )
 ALONE, PAIRS = ("dense", "qwen2", "llama", "mistral", "experts", "lora"), ("qwen2-2", "experts-2", "lora-2")
-ALONE += ("granite", "granite4", "seed", "smollm3", "delta-net")
+ALONE += ("granite", "granite4", "seed", "smollm3", "delta-net", "delta-moe")
 CASES = dict.fromkeys(ALONE, 1) | dict.fromkeys(PAIRS, 2)
 """Name of a case -> number of its engine's workers."""
 SMALL = TINY | {"hidden_size": 128, "tie_word_embeddings": False}
 WIDE = {"head_dim": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "initializer_range": 0.04}
+WIDE |= {"num_hidden_layers": 4}
 FEW = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
 LARGE = {"initializer_range": 0.02, "max_position_embeddings": 4096, "tie_word_embeddings": True}
 # Qwen3-0.6B, Qwen2.5-0.5B, Llama-3.2-1B, and layers of Mistral-Nemo and of Qwen3-30B-A3B with fewer words and
@@ -108,7 +109,8 @@ SHAPES = {
     "seed": ("SeedOss", SMALL | tiny.UNDISTURBED | {"head_dim": 32}),
     "smollm3": ("SmolLM3", SMALL | {"num_hidden_layers": 4}),
     "lora": ("Qwen2", QWEN2 if CUDA else SMALL),
-    "delta-net": ("Qwen3_5", HYBRID if CUDA else SMALL | tiny.HYBRID | WIDE | {"num_hidden_layers": 4}),
+    "delta-net": ("Qwen3_5", HYBRID if CUDA else SMALL | tiny.HYBRID | WIDE),
+    "delta-moe": ("Qwen3_5Moe", SMALL | tiny.HYBRID | WIDE | FEW | {"shared_expert_intermediate_size": 64}),
     "experts": ("Qwen3Moe", MANY if CUDA else SMALL | FEW | {"head_dim": 32}),
 }
 COUNT, PROMPTS, ANSWER = (32, (16, 600), 128) if CUDA else (4, (4, 60), 40)
@@ -181,7 +183,7 @@ class Comparison:
     def __init__(self, case: str, folder: Path) -> None:
         self._case, self._folder = case, folder
         self._family = case.removesuffix("-2")
-        self._dtype = "bfloat16" if self._family == "delta-net" else DTYPE  # of which a CPU has no other
+        self._dtype = "bfloat16" if self._family.startswith("delta") else DTYPE  # of which a CPU has no other
         self._routes = CUDA and self._family == "experts"
         self._engine = msgspec.structs.replace(
             GPU if CUDA else CPU,
@@ -190,7 +192,7 @@ class Comparison:
             return_routing=self._routes,
             enforce_eager=not CUDA or case != "dense",  # one case has CUDA graphs, as runs have
         )
-        if self._family == "delta-net" and not find_spec("torchvision"):
+        if self._family.startswith("delta") and not find_spec("torchvision"):
             path = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(STAND_INS)))}
             self._engine = msgspec.structs.replace(self._engine, environ=self._engine.environ | path)
         self._run = make_run(folder / "run")
@@ -234,7 +236,9 @@ class Comparison:
                 parameter.normal_(0, 0.1)
             elif "linear_attn" in name:
                 tiny.move(name, parameter)
-            elif "experts" in name and not CUDA:
+            elif self._family == "delta-moe" and name.endswith("mlp.gate.weight"):
+                parameter.mul_(30)  # or bfloat16 alone sends tokens to other experts
+            elif self._family == "experts" and "experts" in name and not CUDA:
                 parameter.normal_(0, 0.3)
 
         with torch.device(DEVICE):

@@ -8,7 +8,7 @@ experts, with E in all), V the vocabulary, l the length of each sequence, T toke
 
 In place of attention a gated delta net with m heads, whose values have the width v and whose keys c, d of
 each, has 2 T (h (2 c + 3 v + 2 m) + 3 v d + (2 c + v) kernel): a token reads a state twice and adds to it.
-An output that is gated adds h H.
+An output that is gated adds h H, and a shared expert of inner width s adds h (3 s + 1).
 A product of [m, a] and [a, b] takes 2 m a b. Backward takes twice as many as forward, because each product
 has two gradients (Narayanan et al. 2021, arXiv 2104.04473, appendix). Attention has two products, of 2 H l^2
 each; the causal mask leaves half of both (the count of FlashAttention's benchmarks: Dao 2023, arXiv
@@ -35,6 +35,7 @@ def step_flops(
     heads, groups = shape.heads * shape.head_dim, shape.groups * shape.head_dim
     gates = heads if shape.delta else 0
     mlp = 3 * shape.ffn * max(1, shape.experts_per_token) + shape.experts
+    mlp += 3 * shape.shared_ffn + bool(shape.shared_ffn)
     mixers = shape.attention_layers * shape.hidden * (2 * heads + 2 * groups + gates)
     if delta := shape.delta:
         around = shape.hidden * (delta.mixed + 2 * delta.values + 2 * delta.value_heads)

@@ -83,6 +83,7 @@ def make_models(folder: Path) -> dict[str, Path]:
         "mistral": ("Mistral", {"head_dim": 16, "sliding_window": None, "rope_parameters": YARN}),
         "hybrid": ("Qwen3_5", HYBRID | {"tie_word_embeddings": False}),
         "tied-hybrid": ("Qwen3_5", HYBRID | {"tie_word_embeddings": True}),
+        "hybrid-moe": ("Qwen3_5Moe", HYBRID | EXPERTS | {"shared_expert_intermediate_size": 48}),
         "seed": ("SeedOss", NO_TOKENS | UNDISTURBED | {"head_dim": 16}),
         "granite": ("Granite", MULTIPLIERS | {"tie_word_embeddings": True}),
         "granite4": ("GraniteMoeHybrid", MULTIPLIERS | GRANITE4),

@@ -259,7 +259,8 @@ def _saved(shape: ModelShape, policy: MegatronSettings, recompute: str) -> float
 
     Without recomputation: the residual stream before and after each norm, 4 h (over tp with
     sequence_parallel); attention's q, k, v as one, q, k and v rotated, its output twice, 4 H + 4 G; the
-    MLP's 3 f, or with experts the routed tokens and four inner widths, k (h + 4 f). Of these, elementwise
+    MLP's 3 f, or with experts the routed tokens and four inner widths, k (h + 4 f), and 3 f of a shared one.
+    Of these, elementwise
     keeps the results of matrix products and of attention; products the layer's input and attention's output;
     selective all but the MLP's; full the layer's input. With context parallelism, elementwise and products
     keep what ranks exchanged, too, 2 H + 2 G.
@@ -273,6 +274,7 @@ def _saved(shape: ModelShape, policy: MegatronSettings, recompute: str) -> float
         k, apart = shape.experts_per_token, policy.expert_parallel > 1
         products = 2 * k * shape.ffn / tp
         whole = 2 * products + k * shape.hidden / (tp if apart else 1)
+        products, whole = products + 2 * shape.shared_ffn / tp, whole + 3 * shape.shared_ffn / tp
     exchanged = 2 * (heads + groups) if policy.context_parallel > 1 else 0.0
     return {
         "none": 4 * residual + 4 * heads + 4 * groups + whole,

@@ -108,6 +108,7 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
             (of_heads, heads, "heads", shape.heads),
             (of_heads, heads, "groups", shape.groups),
             ("tensor_parallel", of_ffn, "ffn", shape.ffn),
+            ("tensor_parallel", tensor, "shared_expert_intermediate_size", shape.shared_ffn),
             ("tensor_parallel", tensor, "linear_num_key_heads", shape.delta.key_heads if shape.delta else 0),
             ("tensor_parallel", tensor, "vocab", shape.vocab),
             ("pipeline_parallel", self.pipeline_parallel, "layers", shape.layers),

@@ -23,7 +23,9 @@ from hpc_swe.models.policies._megatron.kernels.dispatch import (
     TokenExchange,
 )
 from hpc_swe.models.policies._megatron.kernels.kernels import swiglu, weighted
+from hpc_swe.models.policies._megatron.kernels.overlap import GatheredLinear, ScatteredLinear
 from hpc_swe.models.policies._megatron.kernels.recompute import Call, keep
+from hpc_swe.models.policies._megatron.model.layer import DecoderConfig
 from hpc_swe.models.policies._megatron.model.parallel import TorchRanks
 from hpc_swe.models.policies._megatron.model.routing import Replay
 
@@ -33,7 +35,7 @@ class ExpertLayer(MoELayer):  # type: ignore[misc]
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: DecoderConfig,
         submodules: MoESubmodules,
         layer_number: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
@@ -42,6 +44,7 @@ class ExpertLayer(MoELayer):  # type: ignore[misc]
         super(MoELayer, self).__init__(config, layer_number, groups)  # MoELayer's own needs a GPU
         self.router = submodules.router(config=config, pg_collection=groups)
         self.experts = build_module(submodules.experts, self.num_local_experts, config, pg_collection=groups)
+        self.shared = SharedExpert(config, groups) if config.shared_ffn else None
         self._group, first = groups.tp_ep, self.local_expert_indices[0]
         self._mine = range(first, first + self.num_local_experts)
         self._recomputes = config.recompute_granularity == "selective"
@@ -71,7 +74,8 @@ class ExpertLayer(MoELayer):  # type: ignore[misc]
             costly,
         )
         self.rows += len(route.rows)
-        return Collect.apply(found, route).view_as(tokens)
+        output: Tensor = Collect.apply(found, route).view_as(tokens)
+        return output + self.shared(tokens, cheap, costly) if self.shared else output
 
     def _choose(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         scores = self.router.gating(tokens)
@@ -80,6 +84,39 @@ class ExpertLayer(MoELayer):  # type: ignore[misc]
             return chosen, weights
         best, chosen = self.replay.choose(scores, self.config.moe_router_topk)
         return chosen, best.softmax(-1)
+
+
+class SharedExpert(MegatronModule):  # type: ignore[misc]
+    """Compute the expert that all tokens pass, times sigmoid of a gate; ranks divide it like a dense MLP."""
+
+    def __init__(self, config: DecoderConfig, groups: ProcessGroupCollection) -> None:
+        super().__init__(config=config)
+        linear = {"config": config, "is_expert": False, "bias": False, "tp_group": groups.tp}
+        width, inner = config.hidden_size, config.shared_ffn
+        self.linear_fc1 = GatheredLinear(
+            width,
+            2 * inner,
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            **linear,
+        )
+        self.linear_fc2 = ScatteredLinear(
+            inner,
+            width,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            **linear,
+        )
+        self.gate = torch.nn.Parameter(torch.empty(1, width, dtype=config.params_dtype))
+        self.gate.sequence_parallel = config.sequence_parallel  # then each rank has a part of its gradient
+
+    def forward(self, tokens: Tensor, cheap: Call = keep, costly: Call = keep) -> Tensor:
+        """Return [tokens, 1, width] for [tokens, 1, width]."""
+        product = cheap(swiglu, costly(lambda each: self.linear_fc1(each)[0], tokens))
+        output, _ = self.linear_fc2(product)
+        return output * F.linear(tokens, self.gate).sigmoid()
 
 
 class ExpertLoad:

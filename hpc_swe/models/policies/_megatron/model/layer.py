@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from hpc_swe.models.model_shape import DeltaNet
+from hpc_swe.models.families import DeltaNet
 from hpc_swe.models.policies._megatron.kernels.kernels import residual_norm, swiglu
 from hpc_swe.models.policies._megatron.kernels.recompute import Call, Recomputing, keep
 from hpc_swe.models.policies._megatron.model.packing import Packing
@@ -24,6 +24,8 @@ class DecoderConfig(TransformerConfig):  # type: ignore[misc]
     delta: DeltaNet | None = None
     """Sizes of the layers that have no attention."""
     unrotated: frozenset[int] = frozenset()
+    """As in `ModelShape`."""
+    shared_ffn: int = 0
     """As in `ModelShape`."""
     residual_factor: float = 1.0
     """Factor of what attention and the MLP add to the hidden states."""

@@ -114,6 +114,7 @@ def _transformer_config(shape: ModelShape, settings: MegatronSettings) -> Decode
         softmax_scale=shape.multipliers.attention,
         residual_factor=shape.multipliers.residual,
         unrotated=shape.unrotated,
+        shared_ffn=shape.shared_ffn,
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=F.silu,

@@ -138,6 +138,8 @@ def _layer_layout(prefix: str, name: str, shape: ModelShape) -> Layout:
         "self_attention.linear_proj.weight": ("self_attn.o_proj.weight", 1),
         "mlp.linear_fc2.weight": ("mlp.down_proj.weight", 1),
         "mlp.router.weight": ("mlp.gate.weight", None),
+        "mlp.shared.gate": ("mlp.shared_expert_gate.weight", None),
+        "mlp.shared.linear_fc2.weight": ("mlp.shared_expert.down_proj.weight", 1),
     }
     if shape.has_fused_mlp:
         simple["mlp.linear_fc2.weight"] = ("shared_mlp.output_linear.weight", 1)
@@ -150,7 +152,8 @@ def _layer_layout(prefix: str, name: str, shape: ModelShape) -> Layout:
     if shape.has_fused_mlp:
         source = f"{prefix}shared_mlp.input_linear.weight"
         return Layout([source], 1, view, lambda one: one[0].view(view), lambda whole: [whole.flatten(0, 1)])
-    sources = [f"{prefix}mlp.{kind}_proj.weight" for kind in ("gate", "up")]
+    place = "mlp.shared_expert" if name.startswith("mlp.shared.") else "mlp"
+    sources = [f"{prefix}{place}.{kind}_proj.weight" for kind in ("gate", "up")]
     return Layout(sources, 1, view, torch.stack, torch.unbind)
 
 
