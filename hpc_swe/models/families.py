@@ -6,8 +6,12 @@ from typing import Any
 
 GRANITE = ("granite", "granitemoehybrid")
 MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
-WITH_FUSED_MLP = ("granitemoehybrid",)
-"""Types of models whose gate and up projections are one tensor; they have other names for it and its size."""
+WITH_FUSED_MLP = {
+    "granitemoehybrid": ("shared_mlp.input_linear", "shared_mlp.output_linear"),
+    "phi3": ("mlp.gate_up_proj", "mlp.down_proj"),
+}
+"""Type of a model whose gate and up projections are one tensor -> names of it and of the down projection."""
+WITH_FUSED_QKV = ("phi3",)
 WITH_SHARED_EXPERTS = ("qwen3_5_moe", "qwen3_5_moe_text")
 WITH_DELTA_NETS = ("qwen3_5", "qwen3_5_text", *WITH_SHARED_EXPERTS)
 WRAPPED = ("qwen3_5", "qwen3_5_moe")

@@ -15,19 +15,21 @@ from hpc_swe.models.families import (
     MULTIPLIERS,
     WITH_DELTA_NETS,
     WITH_FUSED_MLP,
+    WITH_FUSED_QKV,
     WITH_SHARED_EXPERTS,
     WRAPPED,
     DeltaNet,
     Multipliers,
     unrotated_layers,
 )
-from hpc_swe.models.rope import Rope
+from hpc_swe.models.rope import Rope, is_yarn
 
 KNOWN = (
     "granite",
     "granitemoehybrid",
     "llama",
     "mistral",
+    "phi3",
     "qwen2",
     "qwen3",
     "qwen3_5",
@@ -117,8 +119,10 @@ class ModelShape:
     multipliers: Multipliers = Multipliers()
     unrotated: frozenset[int] = frozenset()
     """Layers, counted from 0, whose attention does not see positions."""
-    has_fused_mlp: bool = False
-    """Whether the gate and up projections are one tensor in files."""
+    fused_mlp: tuple[str, str] | None = None
+    """Names of the gate and up projections, if they are one tensor in files, and of the down projection."""
+    has_fused_qkv: bool = False
+    """Whether the projections of queries, keys and values are one tensor in files."""
 
     @classmethod
     def read(cls, folder: Path) -> "ModelShape":
@@ -157,7 +161,8 @@ class ModelShape:
             is_wrapped=is_wrapped,
             multipliers=Multipliers.read(config),
             unrotated=unrotated_layers(config),
-            has_fused_mlp=config["model_type"] in WITH_FUSED_MLP,
+            fused_mlp=WITH_FUSED_MLP.get(config["model_type"]),
+            has_fused_qkv=config["model_type"] in WITH_FUSED_QKV,
         )
 
     @property
@@ -189,9 +194,9 @@ class ModelShape:
         """Return those that each layer has: norms and the MLP."""
         names = ("input_layernorm", "post_attention_layernorm")
         layer: dict[str, tuple[int, ...]] = {f"{name}.weight": (self.hidden,) for name in names}
-        if self.has_fused_mlp:
-            layer["shared_mlp.input_linear.weight"] = (2 * self.ffn, self.hidden)
-            return layer | {"shared_mlp.output_linear.weight": (self.hidden, self.ffn)}
+        if self.fused_mlp:
+            gate_up, down = (f"{name}.weight" for name in self.fused_mlp)
+            return layer | {gate_up: (2 * self.ffn, self.hidden), down: (self.hidden, self.ffn)}
         widths = {f"experts.{number}.": self.ffn for number in range(self.experts)} or {"": self.ffn}
         if self.experts:
             layer["mlp.gate.weight"] = (self.experts, self.hidden)
@@ -206,6 +211,7 @@ class ModelShape:
     def _attention_tensors(self) -> dict[str, tuple[int, ...]]:
         width, heads, groups = self.hidden, self.heads * self.head_dim, self.groups * self.head_dim
         rows = {"q": heads * (2 if self.delta else 1), "k": groups, "v": groups}
+        rows = {"qkv": sum(rows.values())} if self.has_fused_qkv else rows
         layer: dict[str, tuple[int, ...]] = {
             "self_attn.o_proj.weight": (width, heads),
             **{f"self_attn.{name}_proj.weight": (count, width) for name, count in rows.items()},
@@ -306,7 +312,7 @@ def _experts(config: dict[str, Any]) -> int:
 
 def _ffn_keys(config: dict[str, Any]) -> tuple[str, ...]:
     """Return the keys of MLPs, that of their inner width first."""
-    if config["model_type"] in WITH_FUSED_MLP:
+    if config["model_type"] == "granitemoehybrid":
         return ("shared_intermediate_size", "num_local_experts", "layer_types")
     return OF_EXPERTS if _experts(config) else ("intermediate_size",)
 
@@ -325,7 +331,8 @@ def _refuse_unknown(path: Path, config: dict[str, Any]) -> None:
     needed += MULTIPLIERS if kind in GRANITE else ()
     if missing := [key for key in needed if config.get(key) is None]:
         raise ConfigError(f"model: {path} has no {', '.join(missing)}; add what the model was trained with")
-    window = "sliding_window" if kind == "mistral" else "use_sliding_window"
+    window = "sliding_window" if kind in ("mistral", "phi3") else "use_sliding_window"
+    is_hybrid = kind == "granitemoehybrid"
     unsupported = {
         window: bool(config.get(window)),
         "layer_types": not _has_known_layers(config),
@@ -336,8 +343,9 @@ def _refuse_unknown(path: Path, config: dict[str, Any]) -> None:
         "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
         "hidden_act": config.get("hidden_act", "silu") != "silu",
         "quantization_config": bool(config.get("quantization_config")),
-        "num_local_experts": kind in WITH_FUSED_MLP and _experts(config) > 0,
-        "position_embedding_type": kind in WITH_FUSED_MLP and config.get("position_embedding_type") != "rope",
+        "num_local_experts": is_hybrid and _experts(config) > 0,
+        "position_embedding_type": is_hybrid and config.get("position_embedding_type") != "rope",
+        "rope_type 'yarn'": kind == "phi3" and is_yarn(config),  # transformers takes it for another one
     }
     if has_delta_nets(config):
         shared = "linear_num_value_heads that is no multiple of linear_num_key_heads"

@@ -1,7 +1,8 @@
 """Compare what vLLM samples with the learner and with transformers, before and after swaps of the weights.
 
     python -m tests.gpu.engines [dense] [qwen2] [llama] [mistral] [experts] [lora]
-                                [granite] [granite4] [seed] [smollm3] [delta-net] [delta-moe]
+                                [granite] [granite4] [seed] [smollm3] [phi]
+                                [delta-net] [delta-moe]
                                 [qwen2-2] [experts-2] [lora-2]
 
 starts one engine for each case; a case that ends in -2 has an engine of two workers. The learner exports, the
@@ -56,7 +57,7 @@ GPU = Vllm(
     environ={"VLLM_USE_FLASHINFER_SAMPLER": "0"},
 )
 ALONE, PAIRS = ("dense", "qwen2", "llama", "mistral", "experts", "lora"), ("qwen2-2", "experts-2", "lora-2")
-ALONE += ("granite", "granite4", "seed", "smollm3", "delta-net", "delta-moe")
+ALONE += ("granite", "granite4", "seed", "smollm3", "phi", "delta-net", "delta-moe")
 CASES = dict.fromkeys(ALONE, 1) | dict.fromkeys(PAIRS, 2)
 """Name of a case -> number of its engine's workers."""
 SMALL = TINY | {"hidden_size": 128, "tie_word_embeddings": False}
@@ -108,6 +109,7 @@ SHAPES = {
     "granite4": ("GraniteMoeHybrid", SMALL | tiny.MULTIPLIERS | tiny.GRANITE4 | {"num_hidden_layers": 4}),
     "seed": ("SeedOss", SMALL | tiny.UNDISTURBED | {"head_dim": 32}),
     "smollm3": ("SmolLM3", SMALL | {"num_hidden_layers": 4}),
+    "phi": ("Phi3", SMALL | tiny.NO_TOKENS),
     "lora": ("Qwen2", QWEN2 if CUDA else SMALL),
     "delta-net": ("Qwen3_5", HYBRID if CUDA else SMALL | tiny.HYBRID | WIDE),
     "delta-moe": ("Qwen3_5Moe", SMALL | tiny.HYBRID | WIDE | FEW | {"shared_expert_intermediate_size": 64}),

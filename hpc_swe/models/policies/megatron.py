@@ -1,4 +1,4 @@
-"""Train Qwen, Llama, Mistral, Granite, Seed-OSS and SmolLM3 models with megatron-core, on CUDA or CPU."""
+"""Train Qwen, Llama, Mistral, Granite, Seed-OSS, SmolLM3 and Phi-4 models with Megatron, on CUDA or CPU."""
 
 from collections.abc import Sequence
 from pathlib import Path

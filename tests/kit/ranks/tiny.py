@@ -88,6 +88,7 @@ def make_models(folder: Path) -> dict[str, Path]:
         "granite": ("Granite", MULTIPLIERS | {"tie_word_embeddings": True}),
         "granite4": ("GraniteMoeHybrid", MULTIPLIERS | GRANITE4),
         "smollm3": ("SmolLM3", NO_TOKENS),
+        "phi": ("Phi3", NO_TOKENS),
         "moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 8, "tie_word_embeddings": False}),
         "routed": ("Qwen3Moe", {**EXPERTS, "head_dim": 8, "tie_word_embeddings": False}),
     }

@@ -39,6 +39,7 @@ CASES = {
     "hybrid-tp1": (1, "tied-hybrid", LORA, ONE),
     "tp2": (2, "dense", TENSOR | {"recompute": "elementwise"}, ONE),
     "tp2-sequence": (2, "qwen2", SEQUENCE | {"recompute": "products"}, [[[0, 1, 3], [2]]]),
+    "phi-tp2": (2, "phi", TENSOR | {"lora_layers": "attention"}, ONE),
     "hybrid-tp2": (2, "hybrid", SEQUENCE | {"recompute": "selective"}, [[[0, 1, 3], [2]]]),
     "tp2-full": (2, "tied", SEQUENCE | {"recompute": "full"}, ONE),
     "dp2": (2, "dense", LORA, HALVES),
@@ -200,7 +201,7 @@ def test_new_adapters_change_no_bit(runs):
     assert 0.9 / 96**0.5 < a.abs().max() <= 1 / 96**0.5
 
 
-@pytest.mark.parametrize("name", ["tp1", "tp2-sequence", "cp2-mlp", "hybrid-tp2", "bfloat16"])
+@pytest.mark.parametrize("name", ["tp1", "tp2-sequence", "cp2-mlp", "hybrid-tp2", "phi-tp2", "bfloat16"])
 def test_what_is_published_is_the_base_and_the_adapters_rounded_once(runs, name):
     """So whoever has both can make the weights that engines serve, bit for bit, on any device."""
     kind = CASES[name][1] if name in CASES else "dense"

@@ -43,6 +43,7 @@ CASES = {
     "seed-tp1": (1, "seed", FP32, ONE, {"clip_grad": 0}),
     "granite-tp1": (1, "granite", FP32 | {"recompute": "full"}, [[[0, 1, 3], [2]]], {"clip_grad": 0}),
     "granite4-tp1": (1, "granite4", FP32, ONE, {"clip_grad": 0}),
+    "phi-tp1": (1, "phi", FP32, ONE, {"clip_grad": 0}),
     "smollm3-tp1": (1, "smollm3", FP32, ONE, {"clip_grad": 0}),
     "moe-tp1": (1, "moe", FP32, ONE, {}),
     "routed-tp1": (
@@ -95,6 +96,7 @@ CASES = {
     "seed-tp2": (2, "seed", TENSOR, ONE, {"clip_grad": 0}),
     "granite-tp2": (2, "granite", SEQUENCE | {"recompute": "products"}, ONE, {"clip_grad": 0}),
     "granite4-tp2": (2, "granite4", TENSOR, ONE, {"clip_grad": 0}),
+    "phi-tp2": (2, "phi", SEQUENCE, [[[0, 1, 3], [2]]], {"clip_grad": 0}),
     "smollm3-tp2": (2, "smollm3", TENSOR | {"recompute": "elementwise"}, ONE, {"clip_grad": 0}),
     "moe-tp2": (
         2,

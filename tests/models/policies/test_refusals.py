@@ -117,6 +117,35 @@ def test_sizes_that_do_not_divide_are_named(models, model, keys, message):
         Megatron(**keys).check_model(models[model], data_parallel=1)
 
 
+YARN = {"rope_theta": 1e4, "partial_rotary_factor": 1.0, "rope_type": "yarn", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        ("hybrid-moe", {"norm_topk_prob": False}, "norm_topk_prob, which is not supported"),
+        ("hybrid-moe", {"shared_expert_intermediate_size": None}, "no shared_expert_intermediate_size"),
+        ("hybrid-moe", {"shared_expert_intermediate_size": 47}, "shared_expert_intermediate_size, 47"),
+        ("phi", {"rope_parameters": YARN}, "rope_type 'yarn', which is not supported"),
+        ("phi", {"sliding_window": 64}, "sliding_window, which is not supported"),
+    ],
+)
+def test_what_transformers_computes_otherwise_is_named(models, tmp_path, model, changes, message):
+    folder = rewritten(models[model], tmp_path / "m", **changes)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Megatron(device="cpu", tensor_parallel=2, sequence_parallel=True).check_model(folder, data_parallel=1)
+
+
+def test_experts_of_a_layer_in_one_tensor_have_a_remedy(models, tmp_path):
+    folder = rewritten(models["hybrid-moe"], tmp_path / "m")
+    found = load_file(models["hybrid-moe"] / "model.safetensors")
+    place = "model.layers.1.mlp.experts"
+    rest = {name: tensor for name, tensor in found.items() if not name.startswith(place)}
+    save_file(rest | {f"{place}.gate_up_proj": torch.zeros(8, 64, 64)}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"but {place}.gate_up_proj, of all experts; open the model with"):
+        Megatron(device="cpu").check_model(folder, data_parallel=1)
+
+
 def test_tensor_parallelism_need_not_divide_experts_that_stay_whole(models, tmp_path):
     odd = rewritten(models["moe"], tmp_path / "m", moe_intermediate_size=33)
     keys = {"tensor_parallel": 2, "sequence_parallel": True}

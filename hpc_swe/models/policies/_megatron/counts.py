@@ -55,7 +55,8 @@ def _adapted(shape: ModelShape, policy: MegatronSettings) -> list[tuple[int, int
     """Return the number of layers that have such a matrix, its inputs and outputs, and which ranks divide."""
     heads, groups, hidden = shape.heads * shape.head_dim, shape.groups * shape.head_dim, shape.hidden
     queries, count = heads * (2 if shape.delta else 1), shape.attention_layers
-    attention = [(count, hidden, outputs, False) for outputs in (queries, groups, groups)]
+    columns = [queries + 2 * groups] if shape.has_fused_qkv else [queries, groups, groups]
+    attention = [(count, hidden, outputs, False) for outputs in columns]
     attention += [(count, heads, hidden, True)]
     if shape.delta:
         values, count = shape.delta.values, len(shape.delta.layers)

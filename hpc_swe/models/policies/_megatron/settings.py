@@ -145,7 +145,7 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
             raise ConfigError(
                 f"[policy] lora_rank = {rank} needs a model without experts, which get no adapters"
             )
-        if rank and shape.has_fused_mlp and self.lora_layers != "attention":
+        if rank and shape.fused_mlp and self.lora_layers != "attention":
             raise ConfigError(
                 f'[policy] lora_rank = {rank} needs lora_layers = "attention" for a model whose gate and up '
                 "projections are one tensor"

@@ -330,6 +330,8 @@ def _of_attention(shape: ModelShape, ranks: int) -> tuple[list[Rows], Rows]:
     queries = shape.heads // shape.groups * size * (2 if shape.delta else 1)  # each with its gate
     width, places = queries + 2 * size, {"q": (0, queries), "k": (queries, size), "v": (queries + size, size)}
     rows = [Rows(f"self_attn.{name}_proj", groups, width, *place) for name, place in places.items()]
+    if shape.has_fused_qkv:
+        rows = [Rows("self_attn.qkv_proj", groups, width, 0, width, (queries, size, size))]
     return rows, Rows("self_attn.o_proj", 1, shape.hidden, 0, shape.hidden)
 
 

@@ -141,16 +141,16 @@ def _layer_layout(prefix: str, name: str, shape: ModelShape) -> Layout:
         "mlp.shared.gate": ("mlp.shared_expert_gate.weight", None),
         "mlp.shared.linear_fc2.weight": ("mlp.shared_expert.down_proj.weight", 1),
     }
-    if shape.has_fused_mlp:
-        simple["mlp.linear_fc2.weight"] = ("shared_mlp.output_linear.weight", 1)
+    if shape.fused_mlp:
+        simple["mlp.linear_fc2.weight"] = (f"{shape.fused_mlp[1]}.weight", 1)
     if name in simple:
         source, dim = simple[name]
         return Layout([prefix + source], dim)
     if name.startswith("self_attention.linear_qkv."):
         return _qkv(prefix, name.rpartition(".")[2], shape)
     view = (2, -1, shape.hidden)
-    if shape.has_fused_mlp:
-        source = f"{prefix}shared_mlp.input_linear.weight"
+    if shape.fused_mlp:
+        source = f"{prefix}{shape.fused_mlp[0]}.weight"
         return Layout([source], 1, view, lambda one: one[0].view(view), lambda whole: [whole.flatten(0, 1)])
     place = "mlp.shared_expert" if name.startswith("mlp.shared.") else "mlp"
     sources = [f"{prefix}{place}.{kind}_proj.weight" for kind in ("gate", "up")]
@@ -163,13 +163,19 @@ def _qkv(prefix: str, kind: str, shape: ModelShape) -> Layout:
     gates = 2 if shape.delta else 1
     sizes = [shape.heads // shape.groups * shape.head_dim * gates, shape.head_dim, shape.head_dim]
 
+    rows = [shape.groups * size for size in sizes]
+
     def fuse(tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat([tensor.view(shape.groups, -1, *tail) for tensor in tensors], 1)
+        parts = tensors[0].split(rows) if shape.has_fused_qkv else tensors
+        return torch.cat([part.view(shape.groups, -1, *tail) for part in parts], 1)
 
     def unfuse(whole: Tensor) -> list[Tensor]:
-        return [part.reshape(-1, *tail) for part in whole.split(sizes, 1)]
+        parts = [part.reshape(-1, *tail) for part in whole.split(sizes, 1)]
+        return [torch.cat(parts)] if shape.has_fused_qkv else parts
 
-    sources = [f"{prefix}self_attn.{name}_proj.{kind}" for name in "qkv"]
+    sources = [
+        f"{prefix}self_attn.{name}_proj.{kind}" for name in (["qkv"] if shape.has_fused_qkv else "qkv")
+    ]
     return Layout(sources, 0, (-1, sum(sizes), *tail), fuse, unfuse)
 
 
