@@ -59,7 +59,7 @@ TEST_LINES = 52_945  # of all tests and what they share; it may only fall, towar
 BUDGETS = {
     "hpc_swe": 88,
     "hpc_swe/agents": 80,
-    "hpc_swe/agents/chat": 1_213,
+    "hpc_swe/agents/chat": 1_299,  # four forms of tool calls
     "hpc_swe/agents/loops": 852,  # answers of models that call no tools
     "hpc_swe/agents/sandboxes": 2_761,  # refuses one sandbox where no process may be started
     "hpc_swe/agents/tools": 1_784,

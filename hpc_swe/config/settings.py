@@ -153,8 +153,8 @@ class RolloutConfig(Record, frozen=True, kw_only=True):
     context: Positive = 4096
     """Maximum tokens of prompt and completion together."""
     min_tokens: ClassVar[int] = 16  # with fewer tokens left the episode ends as ``context``
-    tool_parser: Literal["hermes", "qwen3_coder"] = "hermes"
-    """The format in which the model writes tool calls."""
+    tool_parser: Literal["hermes", "qwen3_coder", "llama3_json", "mistral"] = "hermes"
+    """The format in which the model writes tool calls. A call of llama3_json is a whole reply."""
     template_arguments: dict[str, bool] = {}
     """Arguments of the chat template, for example enable_thinking."""
     history: Literal["keep", "template"] = "keep"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from hpc_swe.agents.chat.marks import THINK, THOUGHT, CompletionText
-from hpc_swe.agents.chat.replies import ToolFormat, parse
+from hpc_swe.agents.chat.replies import ALONE, ToolFormat, parse
 from hpc_swe.agents.chat.template import ChatTemplate, Rendering
 from hpc_swe.agents.chat.tokens import Tokens
 from hpc_swe.agents.loops.base import Reply
@@ -147,7 +147,7 @@ class TokenBuilder:
                 short, long = (self._after(_BASE * times, new, tools) for times in (1, 2))
                 if short.parts != long.parts:
                     raise ConfigError("what it writes for new messages depends on how many came before")
-                if short.contents != [message.content for message in new]:
+                if not _are_written(short.contents, new):
                     raise ConfigError(f"it does not render each of {[m.role for m in new]} once and in order")
                 if self.tokens.encode_parts(short.flagged)[0] != self.end_id:
                     raise ConfigError("it does not end an answer with one and the same control token")
@@ -158,17 +158,26 @@ class TokenBuilder:
 
     def _check_calls(self) -> None:
         """Prove that tool calls are parsed as the template writes them, with or without control tokens."""
-        for thought, content in itertools.product(("", "<think>\nhm\n</think>\n\n"), ("", "Let me see.")):
-            message = Message(role="assistant", content=content, tool_calls=[_CALL, _CALL])
+        is_alone = self._format in ALONE
+        calls, contents = [_CALL] if is_alone else [_CALL, _CALL], [""] if is_alone else ["", "Let me see."]
+        for thought, content in itertools.product(("", "<think>\nhm\n</think>\n\n"), contents):
+            message = Message(role="assistant", content=content, tool_calls=calls)
             parts = [(thought, True), *self._answer(message).flagged]
             ids = self.tokens.encode_parts(parts, continues=self._continues)
             spelled = CompletionText(*self.tokens.spell(ids, continues=self._continues))
             reply = parse(spelled, self._format, truncated=False, tools=_TOOLS, thinking=False)
             read = [(call.name, json.loads(call.arguments)) for call in reply.tool_calls]
-            expected = [(_CALL.name, json.loads(_CALL.arguments))] * 2
+            expected = [(call.name, json.loads(call.arguments)) for call in calls]
             if read != expected or reply.content != (thought + content).rstrip():
                 wrote = f"writes a tool call as {spelled.text!r}" if spelled.text else "leaves tool calls out"
                 raise ConfigError(f"it {wrote}, which is not {self._format}")
+
+
+def _are_written(texts: Sequence[str], messages: Sequence[Message]) -> bool:
+    """Return whether each text has its message, as it is or in JSON."""
+    return len(texts) == len(messages) and all(
+        message.content in text for text, message in zip(texts, messages, strict=True)
+    )
 
 
 def _thoughts(opening: str) -> Literal["free", "opened", "closed"]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 OPEN, CLOSE, THINK, THOUGHT = "<tool_call>", "</tool_call>", "<think>", "</think>"
+TOOL_CALLS = "[TOOL_CALLS]"
 
 
 class Malformed(ValueError):
@@ -33,9 +34,9 @@ class CompletionText:
 
         If any mark was sampled as a control token, only control tokens count; else spelled marks count too.
         """
-        marks = (OPEN, CLOSE, THINK, THOUGHT)
+        marks = (OPEN, CLOSE, THINK, THOUGHT, TOOL_CALLS)
         tokens = self.control if any(self.control.get(mark) for mark in marks) else {}
-        spelled = {mark: [m.start() for m in re.finditer(mark, self.text)] for mark in marks}
+        spelled = {mark: [m.start() for m in re.finditer(re.escape(mark), self.text)] for mark in marks}
         return spelled | {mark: tokens[mark] for mark in marks if mark in tokens}
 
     def skip(self, at: int) -> int:
