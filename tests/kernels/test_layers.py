@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vjp
 
@@ -60,11 +59,15 @@ def test_rotated_heads_and_their_gradients(dtype: torch.dtype, with_norms: bool)
 
 
 @types
-def test_the_gradient_of_a_norm_and_the_residual_beside_it(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("factor", [None, torch.float32], ids=["as the states", "float32"])
+def test_the_gradient_of_a_norm_and_the_residual_beside_it(
+    dtype: torch.dtype, factor: torch.dtype | None
+) -> None:
+    """A norm that multiplies by one plus the weight does so in float32."""
     torch.manual_seed(3)
-    hidden, weight = random(7, 1, 70, dtype=dtype), random(70, dtype=dtype)
+    hidden, weight = random(7, 1, 70, dtype=dtype), random(70, dtype=factor or dtype)
     residual, grad = random(7, 1, 70, dtype=dtype), random(7, 1, 70, dtype=dtype)
-    _, slope = vjp(lambda hidden, weight: F.rms_norm(hidden, (70,), weight, EPS), hidden, weight)
+    _, slope = vjp(lambda hidden, weight: kernels._rms_norm(hidden, weight, EPS), hidden, weight)
     of_hidden, of_weight = slope(grad)
     found = triton_kernels.residual_norm_backward(residual, grad, hidden, weight, EPS)
     require_near(found[0], of_hidden + residual)

@@ -260,14 +260,13 @@ def _saved(shape: ModelShape, policy: MegatronSettings, recompute: str) -> float
     Without recomputation: the residual stream before and after each norm, 4 h (over tp with
     sequence_parallel); attention's q, k, v as one, q, k and v rotated, its output twice, 4 H + 4 G; the
     MLP's 3 f, or with experts the routed tokens and four inner widths, k (h + 4 f), and 3 f of a shared one.
-    Of these, elementwise
-    keeps the results of matrix products and of attention; products the layer's input and attention's output;
-    selective all but the MLP's; full the layer's input. With context parallelism, elementwise and products
-    keep what ranks exchanged, too, 2 H + 2 G.
+    Of these, elementwise keeps the results of matrix products and of attention; products the layer's input
+    and attention's output; selective all but the MLP's; full the layer's input. With context parallelism,
+    elementwise and products keep what ranks exchanged, too, 2 H + 2 G.
     """
     tp, ranks = policy.tensor_parallel, policy.tensor_parallel if policy.sequence_parallel else 1
     residual = shape.hidden / ranks
-    heads, groups = (width / tp for width in _widths(shape))
+    mixer = _saved_of_mixer(shape, policy, recompute)
     whole, products = 3 * shape.ffn / tp, 2 * shape.ffn / tp
     if shape.experts:
         # Where ranks divide the experts, each computes as many rows as its own tokens have on all ranks.
@@ -275,21 +274,49 @@ def _saved(shape: ModelShape, policy: MegatronSettings, recompute: str) -> float
         products = 2 * k * shape.ffn / tp
         whole = 2 * products + k * shape.hidden / (tp if apart else 1)
         products, whole = products + 2 * shape.shared_ffn / tp, whole + 3 * shape.shared_ffn / tp
-    exchanged = 2 * (heads + groups) if policy.context_parallel > 1 else 0.0
-    return {
-        "none": 4 * residual + 4 * heads + 4 * groups + whole,
-        "elementwise": 2 * residual + 2 * heads + 2 * groups + products + exchanged,
-        "products": residual + heads + exchanged,
-        "selective": 4 * residual + 3 * heads + 4 * groups,
+    around = {
+        "none": 4 * residual + whole,
+        "elementwise": 2 * residual + products,
+        "products": residual,
+        "selective": 4 * residual,
         "full": residual,
-    }[recompute]
+    }
+    return mixer + around[recompute]
+
+
+def _saved_of_mixer(shape: ModelShape, policy: MegatronSettings, recompute: str) -> float:
+    """Return how many numbers a token keeps of attention or of a delta net, the mean of all layers.
+
+    Of c keys, v values and m heads, a delta net has 2 c + 2 v + 2 m as one, and its kernels keep 2 c + v
+    after the convolution, normed keys and queries, values, m rows of a chunk, and what they return. Plain
+    torch keeps several times as much.
+    """
+    heads, groups = shape.heads * shape.head_dim, shape.groups * shape.head_dim
+    exchanged = 2 * (heads + groups) if policy.context_parallel > 1 else 0
+    found = {
+        "none": 4 * heads + 4 * groups,
+        "elementwise": 2 * heads + 2 * groups + exchanged,
+        "products": heads + exchanged,
+        "selective": 3 * heads + 4 * groups,
+        "full": 0,
+    }[recompute] * shape.attention_layers
+    if delta := shape.delta:
+        projected = delta.mixed + delta.values + 2 * delta.value_heads
+        inside = delta.mixed + 2 * delta.keys + 2 * delta.values + 64 * delta.value_heads
+        found += {
+            "none": projected + inside + delta.values,
+            "elementwise": projected + inside,
+            "products": inside,
+            "selective": projected + delta.values,
+            "full": 0,
+        }[recompute] * len(delta.layers)
+    return found / shape.layers / policy.tensor_parallel
 
 
 def _widths(shape: ModelShape) -> tuple[float, float]:
     """Return H and G, the means of all layers.
 
-    A delta net counts as attention with its values as H and its keys as G. The one in plain torch keeps
-    several times as much.
+    A delta net counts as attention with its values as H and its keys as G.
     """
     heads, groups = float(shape.heads * shape.head_dim), float(shape.groups * shape.head_dim)
     if shape.delta is None:

@@ -5,7 +5,7 @@ functions below, and CUDA the kernels of triton_kernels.py.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -23,20 +23,28 @@ class RMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # then each rank has a part of its gradient
 
+    @property
+    def factor(self) -> Tensor:
+        """Return what normed values are multiplied by, in the type in which that is done."""
+        return self.weight
+
 
 class ShiftedNorm(RMSNorm):
     """Multiply by one plus the weight, in float32."""
 
+    @property
+    def factor(self) -> Tensor:
+        return 1 + self.weight.float()
+
     def forward(self, hidden: Tensor) -> Tensor:
-        weight = 1 + self.weight.float()
-        return F.rms_norm(hidden.float(), weight.shape, weight, self.eps).to(hidden.dtype)
+        return _rms_norm(hidden, self.factor, self.eps)
 
 
 def residual_norm(norm: RMSNorm, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Return `hidden` for the sum, and normed for what is added; their gradients meet in one kernel."""
-    if not hidden.is_cuda or isinstance(norm, ShiftedNorm):
+    if not hidden.is_cuda:
         return hidden, norm(hidden)
-    residual, normed = _ResidualNorm.apply(hidden, norm.weight, norm.eps)
+    residual, normed = _ResidualNorm.apply(hidden, norm.factor, norm.eps)
     return residual, normed
 
 
@@ -93,12 +101,30 @@ def gated_heads(
     return query, key, parts[:, :, -1].contiguous(), gate.flatten(1).unsqueeze(1)
 
 
+def gated_norm(read: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the norm of `read` times `weight` [d] and silu of `gate`; both are [tokens, heads, d]."""
+    found: Tensor = _GatedNorm.apply(read, gate, weight, eps)
+    return found
+
+
+class _GatedNorm(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, read: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.eps = eps
+        ctx.save_for_backward(read, gate, weight)
+        return _gated_norm(read, gate, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *vjp(partial(_gated_norm, eps=ctx.eps), *ctx.saved_tensors)[1](grad), None
+
+
 class _ResidualNorm(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, factor: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         ctx.eps = eps
-        ctx.save_for_backward(hidden, weight)
-        return hidden.view_as(hidden), F.rms_norm(hidden, weight.shape, weight, eps)
+        ctx.save_for_backward(hidden, factor)
+        return hidden.view_as(hidden), _rms_norm(hidden, factor, eps)
 
     @staticmethod
     def backward(ctx: Any, residual: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -170,6 +196,15 @@ def _scale(rows: Tensor, weights: Tensor) -> Tensor:
 def _scale_backward(grad: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     of_weights = (grad.to(weights.dtype) * rows).sum(1)
     return (grad * weights[:, None]).to(rows.dtype), of_weights
+
+
+def _rms_norm(hidden: Tensor, factor: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(hidden.to(factor.dtype), factor.shape, factor, eps).to(hidden.dtype)
+
+
+def _gated_norm(read: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    normed = F.rms_norm(read.float(), weight.shape, eps=eps).to(read.dtype)
+    return (weight * normed * F.silu(gate.float())).to(read.dtype)
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:

@@ -17,8 +17,9 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint,
 from torch import Tensor, nn
 
 from hpc_swe.models.policies._megatron.kernels.delta_rule import Borders, convolved, delta_rule
+from hpc_swe.models.policies._megatron.kernels.kernels import gated_norm
 from hpc_swe.models.policies._megatron.kernels.overlap import GatheredLinear, ScatteredLinear
-from hpc_swe.models.policies._megatron.kernels.recompute import Call
+from hpc_swe.models.policies._megatron.kernels.recompute import Call, keep
 from hpc_swe.models.policies._megatron.model.layer import DecoderConfig
 from hpc_swe.models.policies._megatron.model.packing import Packing
 
@@ -69,11 +70,11 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
     def context(self, hidden: Tensor, packing: Packing, cheap: Call, costly: Call) -> Tensor:
         """Return what the output projection takes, [tokens, 1, value heads * d], for normed states."""
         mixed = costly(self._mixed, hidden)
-        core = partial(self._core, packing.borders)
         if self._computes_core_again:
-            found: Tensor = tensor_parallel.checkpoint(core, False, mixed)
+            again = partial(self._computed, packing.borders, keep)
+            found: Tensor = tensor_parallel.checkpoint(again, False, mixed)
         else:
-            found = core(mixed)
+            found = self._computed(packing.borders, cheap, mixed)
         return found
 
     def sharded_state_dict(
@@ -99,7 +100,8 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
         mixed, _ = self.linear_in(hidden)
         return mixed
 
-    def _core(self, borders: Borders, mixed: Tensor) -> Tensor:
+    def _computed(self, borders: Borders, cheap: Call, mixed: Tensor) -> Tensor:
+        """Read the states of all heads, and norm it, by a weight that the heads of all ranks share."""
         sizes, shared = self._sizes, self._shared
         parts = mixed.squeeze(1).unflatten(1, (self._groups, -1))
         values = shared * sizes.value_dim
@@ -109,10 +111,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
         decay = -self.A_log.float().exp() * F.softplus(step.flatten(1).float() + self.dt_bias)
         by_head = (len(parts), -1, sizes.value_dim)
         read = delta_rule(query, key, value.reshape(by_head), decay, rate.flatten(1).sigmoid(), borders)
-        return self._gated_norm(read, gate.reshape(by_head)).flatten(1).unsqueeze(1)
-
-    def _gated_norm(self, read: Tensor, gate: Tensor) -> Tensor:
-        """Return the norm of [tokens, heads, d] times silu of the gate; all heads of all ranks share it."""
         weight = tensor_parallel.copy_to_tensor_model_parallel_region(self.norm, group=self.tp_group)
-        normed = F.rms_norm(read.float(), weight.shape, eps=self.config.layernorm_epsilon).to(read.dtype)
-        return (weight * normed * F.silu(gate.float())).to(read.dtype)
+        norm = partial(gated_norm, eps=self.config.layernorm_epsilon)
+        normed: Tensor = cheap(norm, read, gate.reshape(by_head), weight)
+        return normed.flatten(1).unsqueeze(1)
