@@ -20,9 +20,10 @@ VIEW = {
     },
 }
 SHOWN = (
-    '# Tools\n{"type": "function", "function": {"name": "view", "description": "Show a file.", "parameters": '
+    "Tools, one JSON schema a line:\n<tools>\n"
+    '{"type": "function", "function": {"name": "view", "description": "Show a file.", "parameters": '
     '{"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}}}\n'
-    'Write <tool_call>\n{"name": ..., "arguments": ...}\n</tool_call><|im_end|>\n'
+    '</tools>\nCall one so:\n<tool_call>\n{"name": NAME, "arguments": OBJECT}\n</tool_call><|im_end|>\n'
 )
 
 

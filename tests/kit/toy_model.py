@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""A model folder without weights: a tiny byte-level tokenizer, and templates that behave like known ones."""
+"""A model folder without weights: a tiny byte-level tokenizer, and templates that have the traits of known ones."""
 
 import functools
 import json
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from hpc_swe.demo.model import TEMPLATE
 from hpc_swe.models.model_shape import ModelShape
 
 CONTROL = [
@@ -34,66 +35,100 @@ SHAPE: dict[str, object] = {
     "max_position_embeddings": 1024,
 }
 
-# Tools in the system turn, several tool results in one user turn, as hermes-style models have it.
-HEAD = """{%- if tools %}{{- '<|im_start|>system\n' }}
-{%- if messages[0].role == 'system' %}{{- messages[0].content + '\n\n' }}{%- endif %}
-{{- '# Tools\n' }}{%- for tool in tools %}{{- tool | tojson + '\n' }}{%- endfor %}
-{{- 'Write <tool_call>\n{"name": ..., "arguments": ...}\n</tool_call><|im_end|>\n' }}
-{%- elif messages[0].role == 'system' %}{{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}{%- endif %}"""
-TOOL = """{%- if loop.first or loop.previtem.role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
-{{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
-{%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}"""
-JSON_CALLS = """{%- for call in message.tool_calls or [] %}
-{%- if not loop.first or message.content %}{{- '\n' }}{%- endif %}
-{{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
-{{- (call.function.arguments if call.function.arguments is string else call.function.arguments | tojson) + '}\n</tool_call>' }}
-{%- endfor %}"""
-XML_CALLS = """{%- for call in message.tool_calls or [] %}
-{%- if not loop.first or message.content %}{{- '\n' }}{%- endif %}
-{{- '<tool_call>\n<function=' + call.function.name + '>\n' }}
-{%- for key, value in call.function.arguments | items %}
-{{- '<parameter=' + key + '>\n' + (value | string if value is string else value | tojson) + '\n</parameter>\n' }}
-{%- endfor %}{{- '</function>\n</tool_call>' }}{%- endfor %}"""
-# As Qwen3-Coder: what a tool is called stands in the template's text, not in JSON.
-XML_HEAD = HEAD.replace(
-    "{{- tool | tojson + '\n' }}",
-    """
-{{- '<' ~ tool.function.name ~ '>' ~ tool.function.description | trim }}
-{%- for key, schema in tool.function.parameters.properties | items %}
-{{- ' <' ~ key ~ '>' ~ schema.type ~ ('!' if key in tool.function.parameters.required or [] else '') }}
-{%- endfor %}{{- '\n' }}""",
+HERMES = TEMPLATE
+# What these share with the families' templates is where control tokens stand and what they ask of a message;
+# the words are our own.
+# Qwen2.5: a system turn of its own when none is given; calls begin a turn without a line for content.
+JSON_HEAD = """{%- if tools %}{{- '<|im_start|>system\\n' }}
+{%- if messages[0]['role'] == 'system' %}{{- messages[0]['content'] }}{%- else %}{{- 'You are somebody.' }}{%- endif %}
+{{- '\\n\\n# Tools\\n\\n<tools>' }}{%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}
+{{- '\\n</tools>\\n\\n<tool_call>\\n{"name": <name>, "arguments": <object>}\\n</tool_call><|im_end|>\\n' }}
+{%- elif messages[0]['role'] == 'system' %}{{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
+{%- else %}{{- DEFAULT }}{%- endif %}"""
+JSON_CALLS = """{%- for call in message.tool_calls %}{%- if call.function is defined %}{%- set call = call.function %}{%- endif %}
+{{- LINE + '<tool_call>\\n{"name": "' }}{{- call.name }}{{- '", "arguments": ' }}
+{%- if call.arguments is string %}{{- call.arguments }}{%- else %}{{- call.arguments | tojson }}{%- endif %}{{- '}\\n</tool_call>' }}{%- endfor %}"""
+RESULTS = """{%- if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+{{- '\\n<tool_response>\\n' }}{{- message.content }}{{- '\\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}"""
+QWEN25 = (
+    JSON_HEAD.replace("DEFAULT", "'<|im_start|>system\\nYou are somebody.<|im_end|>\\n'")
+    + """{%- for message in messages %}
+{%- if message.role == 'user' or (message.role == 'system' and not loop.first) or (message.role == 'assistant' and not message.tool_calls) %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- elif message.role == 'assistant' %}{{- '<|im_start|>' + message.role }}
+{%- if message.content %}{{- '\\n' + message.content }}{%- endif %}"""
+    + JSON_CALLS.replace("LINE", "'\\n'")
+    + "{{- '<|im_end|>\\n' }}{%- elif message.role == 'tool' %}"
+    + RESULTS
+    + "{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-PLAIN_ANSWER = """{{- '<|im_start|>assistant\n' + message.content }}CALLS{{- '<|im_end|>\n' }}"""
-# As Qwen3: thoughts before the last question are dropped, later ones are written anew.
-THINKING_ANSWER = """{%- set thought = '' %}{%- set said = message.content %}
-{%- if '</think>' in said %}
-{%- set thought = said.split('</think>')[0].split('<think>')[-1].strip('\n') %}
-{%- set said = said.split('</think>')[-1].lstrip('\n') %}
-{%- endif %}
-{%- if loop.index0 > ns.last_query and (loop.last or thought) %}
-{{- '<|im_start|>assistant\n<think>\n' + thought + '\n</think>\n\n' + said }}
-{%- else %}{{- '<|im_start|>assistant\n' + said }}{%- endif %}CALLS{{- '<|im_end|>\n' }}"""
-FRAME = """{%- set ns = namespace(last_query=-1) %}
-{%- for message in messages %}{%- if message.role == 'user' %}{%- set ns.last_query = loop.index0 %}{%- endif %}{%- endfor %}
-HEAD{%- for message in messages %}
+# Qwen3: looks back for the last question, which no tool's answer is; drops the thoughts before it.
+QWEN3 = (
+    JSON_HEAD.replace("DEFAULT", "''")
+    + """{%- set ns = namespace(looking=true, question=messages | length - 1) %}
+{%- for message in messages[::-1] %}{%- set index = messages | length - 1 - loop.index0 %}
+{%- if ns.looking and message.role == 'user' and message.content is string
+   and not (message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>')) %}
+{%- set ns.looking = false %}{%- set ns.question = index %}{%- endif %}{%- endfor %}
+{%- for message in messages %}{%- set content = message.content if message.content is string else '' %}
 {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
-{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
-{%- elif message.role == 'tool' %}TOOL{%- elif message.role == 'assistant' %}ANSWER{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}
-{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}
-{%- endif %}"""
-
-
-def template(answer: str, calls: str) -> str:
-    return (
-        FRAME.replace("HEAD", HEAD).replace("TOOL", TOOL, 1).replace("ANSWER", answer).replace("CALLS", calls)
-    )
-
-
-HERMES = template(PLAIN_ANSWER, JSON_CALLS)
-THINKING = template(THINKING_ANSWER, JSON_CALLS)
-XML = template(PLAIN_ANSWER, XML_CALLS).replace(HEAD, XML_HEAD)
+{{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
+{%- elif message.role == 'assistant' %}{%- set thought = '' %}
+{%- if message.reasoning_content is string %}{%- set thought = message.reasoning_content %}
+{%- elif '</think>' in content %}
+{%- set thought = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+{%- set content = content.split('</think>')[-1].lstrip('\\n') %}{%- endif %}
+{%- if loop.index0 > ns.question and (loop.last or thought) %}
+{{- '<|im_start|>' + message.role + '\\n<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}
+{%- else %}{{- '<|im_start|>' + message.role + '\\n' + content }}{%- endif %}"""
+    + JSON_CALLS.replace("LINE", "('' if loop.first and not content else '\\n')")
+    + "{{- '<|im_end|>\\n' }}{%- elif message.role == 'tool' %}"
+    + RESULTS.replace("message.content", "content")
+    + """{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}OPEN{%- endif %}"""
+)
+THINKING = QWEN3.replace("OPEN", "")
+# Qwen3-Coder: tools and calls as marks, in which names and keys stand bare.
+CODER = """{%- macro others(item, known) %}{%- for key in item %}{%- if key not in known %}
+{%- if item[key] is mapping or item[key] is sequence and item[key] is not string %}{{- '\\n<' ~ key ~ '>' ~ (item[key] | tojson | safe) ~ '</' ~ key ~ '>' }}
+{%- else %}{{- '\\n<' ~ key ~ '>' ~ item[key] ~ '</' ~ key ~ '>' }}{%- endif %}{%- endif %}{%- endfor %}{%- endmacro %}
+{%- if messages[0].role == 'system' %}{%- set system = messages[0].content %}{%- set rest = messages[1:] %}{%- else %}{%- set rest = messages %}{%- endif %}
+{%- if not tools is defined %}{%- set tools = [] %}{%- endif %}
+{%- if system is defined %}{{- '<|im_start|>system\\n' + system }}
+{%- elif tools is iterable and tools | length > 0 %}{{- '<|im_start|>system\\nYou act by tools.' }}{%- endif %}
+{%- if tools is iterable and tools | length > 0 %}{{- '\\n\\n<tools>' }}
+{%- for tool in tools %}{%- if tool.function is defined %}{%- set tool = tool.function %}{%- endif %}
+{{- '\\n<function>\\n<name>' ~ tool.name ~ '</name>' }}
+{%- if tool.description is defined %}{{- '\\n<description>' ~ (tool.description | trim) ~ '</description>' }}{%- endif %}{{- '\\n<parameters>' }}
+{%- if tool.parameters is mapping and tool.parameters.properties is mapping %}{%- for name, fields in tool.parameters.properties | items %}
+{{- '\\n<parameter>\\n<name>' ~ name ~ '</name>' }}{%- if fields.type is defined %}{{- '\\n<type>' ~ (fields.type | string) ~ '</type>' }}{%- endif %}
+{{- others(fields, ['name', 'type', 'description']) }}{{- '\\n</parameter>' }}{%- endfor %}{%- endif %}
+{{- others(tool.parameters, ['type', 'properties']) }}{{- '\\n</parameters>\\n</function>' }}{%- endfor %}
+{{- '\\n</tools>\\n\\n<tool_call>\\n<function=NAME>\\n<parameter=KEY>\\nVALUE\\n</parameter>\\n</function>\\n</tool_call>' }}{%- endif %}
+{%- if system is defined or tools is iterable and tools | length > 0 %}{{- '<|im_end|>\\n' }}{%- endif %}
+{%- for message in rest %}
+{%- if message.role == 'assistant' and message.tool_calls is defined and message.tool_calls is iterable and message.tool_calls | length > 0 %}
+{{- '<|im_start|>assistant' }}{%- if message.content is string and message.content | trim | length > 0 %}{{- '\\n' + (message.content | trim) + '\\n' }}{%- endif %}
+{%- for call in message.tool_calls %}{%- if call.function is defined %}{%- set call = call.function %}{%- endif %}
+{{- '\\n<tool_call>\\n<function=' + call.name + '>\\n' }}
+{%- for key, value in call.arguments | items %}{{- '<parameter=' + key + '>\\n' }}
+{{- value | tojson | safe if value is mapping or (value is sequence and value is not string) else value | string }}{{- '\\n</parameter>\\n' }}{%- endfor %}
+{{- '</function>\\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\\n' }}
+{%- elif message.role in ('user', 'system', 'assistant') %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- elif message.role == 'tool' %}{%- if loop.previtem and loop.previtem.role != 'tool' or loop.first %}{{- '<|im_start|>user\\n' }}{%- endif %}
+{{- '<tool_response>\\n' + message.content + '\\n</tool_response>\\n' }}
+{%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+# Qwen3.5: the thoughts of Qwen3 and the calls of Qwen3-Coder; each turn after the last question has a thought.
+BARE_CALLS = """{%- for call in message.tool_calls %}{%- if call.function is defined %}{%- set call = call.function %}{%- endif %}
+{{- ('' if loop.first and not content else '\\n\\n' if loop.first else '\\n') + '<tool_call>\\n<function=' + call.name + '>\\n' }}
+{%- for key, value in call.arguments | items %}{{- '<parameter=' + key + '>\\n' }}
+{{- value | tojson | safe if value is mapping or (value is sequence and value is not string) else value | string }}{{- '\\n</parameter>\\n' }}{%- endfor %}
+{{- '</function>\\n</tool_call>' }}{%- endfor %}"""
+QWEN35 = QWEN3.replace(
+    JSON_CALLS.replace("LINE", "('' if loop.first and not content else '\\n')"), BARE_CALLS
+).replace(" and (loop.last or thought)", "")
 
 
 @functools.cache

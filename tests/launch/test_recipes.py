@@ -14,7 +14,7 @@ from hpc_swe.launch.plan import RunPlan
 from hpc_swe.models.model_shape import ModelShape
 from hpc_swe.tasks.sets.swebench import Swebench
 from tests.kit.checkout import ROOT
-from tests.kit.toy_model import HERMES, XML, make_model, write_weights
+from tests.kit.toy_model import CODER, HERMES, make_model, write_weights
 from tests.launch.test_estimate import MODELS
 
 PAGE = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
@@ -35,7 +35,7 @@ def words(cell):
 
 def planned(folder, files, name, overrides=()):
     """The plan of a start from configurations, with the published sizes of a model and no tasks."""
-    model = make_model(folder / "model", XML if "coder" in name else HERMES)
+    model = make_model(folder / "model", CODER if "coder" in name else HERMES)
     (model / "config.json").write_text(json.dumps(MODELS[SHAPES[name]] | {"max_position_embeddings": 40960}))
     (model / "generation_config.json").write_text('{"eos_token_id": 322}')
     write_weights(model)

@@ -165,7 +165,7 @@ def test_arguments_that_json_cannot_hold_are_refused_with_their_place(read, tmp_
 def test_the_agent_s_prompt_and_tools_replace_those_of_the_rows(read):
     config = read("sft.shown=agent", "agent.show_tools=true", "agent.system_prompt=Mend.")
     text = token_builder(config).tokens.decode(taken(config)[0][0])
-    assert text.startswith("<|im_start|>system\nMend.\n\n# Tools\n")
+    assert text.startswith("<|im_start|>system\nMend.\n\nTools, one ")
     assert "Repair it." not in text
     assert '"name": "rewrite"' in text
     with pytest.raises(

@@ -16,15 +16,12 @@ from hpc_swe.base.errors import AgentError, ConfigError
 from hpc_swe.base.records import Message, ToolCall
 from hpc_swe.view.report.spelling import Speller
 from tests.kit.toy_model import (
+    CODER,
     CONTROL,
     HERMES,
-    JSON_CALLS,
-    PLAIN_ANSWER,
     THINKING,
-    XML,
     make_model,
     sentencepiece_json,
-    template,
 )
 
 KINDS = ["hermes", "thinking", "thinking_off", "xml"]
@@ -53,7 +50,7 @@ def builders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TokenBuilder
         "thinking_off": TokenBuilder(
             make_model(root / "off", THINKING), "hermes", {"enable_thinking": False}
         ),
-        "xml": TokenBuilder(make_model(root / "xml", XML), "qwen3_coder"),
+        "xml": TokenBuilder(make_model(root / "xml", CODER), "qwen3_coder"),
     }
 
 
@@ -122,7 +119,7 @@ def test_no_tool_changes_the_control_tokens(
     assert control(builder, spelled) == control(builder, builder.start([user("x")], tools("a", "b", "c")))
     if kind == "xml":
         text = builder.tokens.decode(builder.start([user("x")], tools("look", "See.", "path")))
-        assert "<look>See. <path>string!\n" in text
+        assert "<name>look</name>\n<description>See.</description>" in text
 
 
 @given(text=st.one_of(SPELLED, st.text()))
@@ -360,7 +357,7 @@ def test_marks_that_are_no_tokens_are_read_beside_those_that_are(
     builders: dict[str, TokenBuilder], tmp_path: Path, kind: str, lacking: list[str]
 ) -> None:
     """A call that is lost without a word is a turn, and in the end a reward, that the policy had earned."""
-    folder = make_model(tmp_path / "model", XML if kind == "xml" else THINKING)
+    folder = make_model(tmp_path / "model", CODER if kind == "xml" else THINKING)
     spec = json.loads((folder / "tokenizer.json").read_text())
     spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] not in lacking]
     (folder / "tokenizer.json").write_text(json.dumps(spec))
@@ -419,11 +416,11 @@ BROKEN = {
     "leaves tools out": (HERMES.replace("message.role == 'tool'", "false"), "once and in order"),
     "forgets answers": (HERMES.replace("message.role == 'assistant'", "loop.last"), "0 times"),
     "ends with text": (
-        template(PLAIN_ANSWER.replace("<|im_end|>", "END"), JSON_CALLS),
+        HERMES.replace("endfor %}\n        {{- '<|im_end|>", "endfor %}\n        {{- 'END"),
         "does not begin with a control token",
     ),
-    "writes no calls": (template(PLAIN_ANSWER, ""), "it leaves tool calls out, which is not hermes"),
-    "refuses tools": (HERMES.replace("TOOL", "") + "{{ raise_exception('no tools') }}", "no tools"),
+    "writes no calls": (HERMES.replace("message.tool_calls or []", "[]"), "leaves tool calls out, which is"),
+    "refuses tools": (HERMES + "{{ raise_exception('no tools') }}", "no tools"),
 }
 
 
@@ -446,7 +443,7 @@ def test_a_folder_of_several_templates_without_a_default_is_refused(tmp_path: Pa
 
 def test_the_wrong_tool_parser_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tool_parser"):
-        TokenBuilder(make_model(tmp_path, XML), "hermes")
+        TokenBuilder(make_model(tmp_path, CODER), "hermes")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hpc_swe.agents.chat.marks import CompletionText
 from hpc_swe.agents.chat.replies import parse
 from hpc_swe.agents.loops.base import Reply
 from hpc_swe.base.records import Message, ToolCall
-from tests.kit.toy_model import XML, make_model
+from tests.kit.toy_model import CODER, make_model
 
 TYPES = {
     "path": {"type": "string"},
@@ -29,11 +29,6 @@ TYPES = {
 TOOLS = json.dumps(
     [{"type": "function", "function": {"name": "view", "parameters": {"properties": TYPES}}}]
     + [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("run", "submit")]
-)
-# As Qwen3-Coder's template has it: lists and tables as JSON, all else as Python writes it.
-CODER = XML.replace(
-    "(value | string if value is string else value | tojson)",
-    "(value | tojson if value is mapping or (value is sequence and value is not string) else value | string)",
 )
 MARKS = ["<tool_call>", "</tool_call>", "<function=view>", "</function>", "<parameter=path>", "</parameter>"]
 CALL = "<tool_call>\n<function=view>\n<parameter=path>\nm.py\n</parameter>\n</function>\n</tool_call>"
