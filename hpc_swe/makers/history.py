@@ -233,7 +233,8 @@ def _git(repository: Path, *words: str) -> bytes:
         except subprocess.TimeoutExpired:
             raise DeadlineError(f"{repository}: git {words[0]} has not ended within {_LOG_S:g} s") from None
     if done.returncode:
-        raise ConfigError(f"{repository}: {done.stderr.decode(errors='replace').strip()[-300:]}")
+        said = "; ".join(done.stderr.decode(errors="replace").splitlines())
+        raise ConfigError(f"{repository}: {said[-300:]}")
     return done.stdout
 
 
