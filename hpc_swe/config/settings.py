@@ -146,7 +146,7 @@ class RolloutConfig(Record, frozen=True, kw_only=True):
     """Rollout workers are configured by these settings."""
 
     slots: Positive = 8
-    """Episodes that one worker runs at once."""
+    """Most episodes of one worker at once. There are fewer where requests wait in the queues of engines."""
     episode_timeout_s: Duration = 3600.0
     """Maximum wall clock of one episode, not counting waits for an engine; exceeding it is an infrastructure
     failure."""
