@@ -36,7 +36,7 @@ def mode(run: RunDir, config: RunConfig, curves: Log) -> Mode:
             config.sft.samples_per_step,
             config.batches.microbatch_tokens,
             learner.data_parallel,
-            config.sft.validate_every,
+            config.eval.every if config.sft.holds_out else 0,
             minibatches,
         )
         if config.sft.trajectories:
@@ -51,6 +51,7 @@ def mode(run: RunDir, config: RunConfig, curves: Log) -> Mode:
         config.shaping,
         minibatches,
         _routing_bytes(Path(config.model)),
+        STRAGGLES * config.rollout.episode_timeout_s,
     )
     if config.mode == "replay":
         return ArchiveReplay(run, RunDir(Path(config.batches.source)), settings, config.steps, curves)
@@ -96,6 +97,7 @@ def _trained(run: RunDir, config: RunConfig, schedule: sft.SftSchedule, curves: 
     return sft.WarmStart(run, map(sft.as_sample, stream), schedule, curves, held_out)
 
 
+STRAGGLES = 4  # an episode that was worked on for so many times its time-out keeps no group open
 MAX_LOSSES = 10  # expired leases of one message before it moves to dead/: its workers die of it
 
 
@@ -109,17 +111,17 @@ def work(run: RunDir, config: RunConfig) -> None:
         desired = job_counts.desired(config)
         limits, beat_s = _limits(run, config), config.lease.beat_s
         roles = tuple(desired)
-        supervision = Supervision(lease, run, config.supervision, limits, roles, config.steps, beat_s)
+        supervision = Supervision(lease, run, limits, config.max_restarts, roles, config.steps, beat_s)
         Coordinator(run, maintenance, make, config.poll_s, desired, supervision).work()
 
 
 def _limits(run: RunDir, config: RunConfig) -> dict[Role, float]:
-    """Return, for each role, the seconds without progress after which it is stuck.
+    """Return, for each role, the seconds without progress after which it is stuck; empty where none ever is.
 
     A worker may be in one action of an agent, or in one run of tests, for as long as its time-out.
     """
-    limits = config.stuck_limits
-    if config.mode != "sft":
+    limits = config.stuck_limits if config.supervision.stuck_s else {}
+    if limits and config.mode != "sft":
         known = [task for found in tasks.read(run.tasks).values() for task in found]
         limits["reward"] = max([limits["reward"], *(2 * task.tests.timeout_s for task in known)])
     return limits

@@ -27,6 +27,7 @@ def work(run: RunDir, config: RunConfig) -> None:
             poll_s=config.poll_s,
             leases=config.lease,
             model=Path(config.model),
+            context=config.rollout.context,
             host=own_address(),
             turn=_turn(config) if job_counts.is_hybrid(config) else None,
         ).serve()

@@ -42,7 +42,7 @@ def work(run: RunDir, config: RunConfig) -> None:
         return
     with _reporting(run, config) as (writer, on_step):
         tokens = config.batches.microbatch_tokens
-        learner = config.policy.build(Path(config.model), table.optimizer, reference, tokens, config.kept)
+        learner = config.policy.build(Path(config.model), config.optimizer, reference, tokens, config.kept)
         kept = (config.eval.every, config.retention.keep_every)
         plan = LearnerPlan(
             config.steps,
@@ -70,7 +70,7 @@ def _turn(config: RunConfig) -> LearnerTurn | None:
     if not job_counts.is_hybrid(config):
         return None
     folder, rank = Path(os.environ[gpu_turns.FOLDER]), int(os.environ["LOCAL_RANK"])
-    return LearnerTurn(folder, rank, 2 * config.inference.start_timeout_s)
+    return LearnerTurn(folder, rank, 2 * config.engine.load_timeout_s)
 
 
 @contextmanager

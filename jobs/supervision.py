@@ -56,7 +56,7 @@ class VerdictReader:
             is_new = self._obeyed is not None and verdict.number > self._obeyed
             if is_new and any(self._is_ours(process) for process in verdict.processes):
                 self._obeyed = verdict.number
-                log.error("%s", verdict.message(self._config.supervision.tries))
+                log.error("%s", verdict.message(self._config.max_restarts))
                 return verdict
         return None
 
@@ -111,7 +111,6 @@ class VerdictReader:
 
     def _watch_coordinator(self) -> None:
         """Publish a verdict about our coordinator when its main loop stands still."""
-        limits = self._config.supervision
         names = [name for name in atomic.names(self._run.nodes) if name.startswith("coordinator-")]
         cells: list[Node] = []
         for name in names:
@@ -119,13 +118,14 @@ class VerdictReader:
                 cells.append(atomic.get(self._run.nodes / name, Node))
         ours = [n for n in cells if n.host == socket.gethostname() and n.pid in self._children]
         reason = "the main loop of the coordinator stands still"
-        parts = [RunPart(n.owner, n.role, [n], str(n.loops), reason, limits.stuck_s) for n in ours]
+        limit_s = self._config.supervision.stuck_s
+        parts = [RunPart(n.owner, n.role, [n], str(n.loops), reason, limit_s) for n in ours]
         self._clocks.look(parts, time.monotonic())
         if stuck := supervision.find_stuck(parts, self._clocks.still):
             found = [StuckProcess(owner=n.owner, host=n.host, pid=n.pid) for n in stuck[0].nodes]
             self._clocks.restart()
             before = supervision.read(self._run)
-            self._own = supervision.following(before, "coordinator", found, reason, limits.tries)
+            self._own = supervision.following(before, "coordinator", found, reason, self._config.max_restarts)
 
 
 def _write(path: Path, text: bytes) -> None:

@@ -37,7 +37,6 @@ SMALL = [
     "advantage.scale_by_std=false",
     "batches.overlong=train",
     "rollout.slots=8",
-    "lease.beat_s=0.5",
     "lease.ttl_s=8.0",
     "poll_s=0.2",
 ]

@@ -59,7 +59,7 @@ def test_a_run_starts_in_an_empty_folder_with_the_jobs_of_the_wheel(site: Path, 
     for name in ("config.json", "tokenizer.json"):
         (model / name).write_text("{}")
     words = ["start", "configs/demo.toml", f'model="{model}"', 'sandbox={type="process"}', "--run", "run"]
-    words += [f"by_hand={NOBODY}", *(f"counts.{role}=0" for role in NOBODY)]
+    words += [f"counts.{role}=0" for role in NOBODY]
     done = hpc_swe(site, tmp_path / "empty", "launch", *words)
     assert done.returncode == 0, done.stderr
     run = RunDir(tmp_path / "empty/run")

@@ -37,7 +37,7 @@ METRICS = {
     "groups/no_signal": "groups without signal before the last group of the batch",
     "groups/dropped_few": "groups dropped because fewer than two members were usable",
     "groups/dropped_old": "groups dropped because a token was older than max_staleness allows",
-    "groups/straggled": "groups closed by straggler_s: every unfinished member was worked on for longer",
+    "groups/straggled": "groups closed because every unfinished member was worked on for too long",
     "groups/open": "groups dispatched and not yet consumed",
     "taskset/groups/*": "groups of one part of a mixture that the batch closed",
     "taskset/reward/*": "mean reward of the finished episodes of one part of a mixture",

@@ -78,7 +78,7 @@ class LearnerTurn:
                 if time.monotonic() > until:
                     raise DeadlineError(
                         f"an engine of this node has kept the GPUs for {self._wait_s:.0f} s; see its log, or "
-                        "raise inference.start_timeout_s"
+                        "raise engine.load_timeout_s"
                     )
                 if is_interrupted():
                     self.give()

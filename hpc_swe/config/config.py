@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 from msgspec import ValidationError
-from msgspec.structs import replace
 
 from hpc_swe.base import loader, shipped
 from hpc_swe.base.cli import suggestion
@@ -31,18 +30,17 @@ FAMILIES: dict[Any, str] = {
 }
 """Type of a key of a run -> the family of plugins, in whose package the type is defined."""
 MAY_CHANGE = (
-    *("steps", "counts", "by_hand", "max_restarts", "poll_s", "executor", "inference", "reward"),
+    *("steps", "counts", "max_restarts", "poll_s", "executor", "inference", "reward"),
     *("share", "tracker", "lease", "supervision", "retention", "stop", "batches.microbatch_tokens"),
     *("eval.every", "eval.patience"),
     *("policy.recompute", "policy.delta_base", "policy.offload_optimizer"),
     *("policy.tensor_parallel", "policy.pipeline_parallel", "policy.context_parallel"),
-    *("policy.expert_parallel", "policy.sequence_parallel"),
-    *("sft.validate_every",),
+    "policy.expert_parallel",
     *("learner.checkpoint_every", "learner.checkpoint_s", "learner.snapshot_every"),
     "learner.data_parallel",
     *("rollout.slots", "rollout.episode_timeout_s"),
-    *("engine.extra", "engine.environ", "engine.program", "engine.enforce_eager"),
-    *("engine.max_num_seqs", "engine.kv_cache_bytes", "engine.gpu_memory_share", "engine.update_timeout_s"),
+    *("engine.extra", "engine.environ", "engine.program"),
+    *("engine.max_num_seqs", "engine.kv_cache_bytes", "engine.gpu_memory_share", "engine.load_timeout_s"),
 )
 """Keys and tables that may change in an existing run, for the jobs that start afterwards: they say how it is
 operated. Every other key would change what is trained."""
@@ -91,7 +89,7 @@ def build(tree: dict[str, Any], source: str, parts: Sequence[tuple[str, dict[str
     found = [f"{source}: {message}" for message in conflicts.of_keys(config)]
     if found:
         raise ConfigError("\n".join(found))
-    return config if config.sft.epochs else _with_decay_steps(config)
+    return config
 
 
 def dump(config: RunConfig) -> dict[str, Any]:
@@ -139,7 +137,9 @@ def changes(old: RunConfig, new: RunConfig, folder: Path) -> dict[str, str]:
 
 def forbidden_changes(old: RunConfig, new: RunConfig, folder: Path = Path()) -> list[str]:
     """Return the changes that an existing run must refuse, because they would change what is trained."""
-    return [change for key, change in changes(old, new, folder).items() if not may_change(key)]
+    found = changes(old, new, folder).items()
+    decays = old.learner.optimizer.decay_share > 0
+    return [change for key, change in found if not may_change(key) or (decays and key == "steps")]
 
 
 def changed_by_hand(made: Mapping[str, Any], tree: Mapping[str, Any]) -> list[str]:
@@ -148,8 +148,9 @@ def changed_by_hand(made: Mapping[str, Any], tree: Mapping[str, Any]) -> list[st
     The model may have been moved to another folder.
     """
     before, after = dict(_leaves(made)), dict(_leaves(tree))
-    changed = [key for key in sorted(before) if after.get(key) != before[key] and not may_change(key)]
-    return [f"{key}: {before[key]!r} -> {after.get(key)!r}" for key in changed if key != "model"]
+    fixed = [key for key in sorted(before) if not may_change(key) and key != "model"]
+    fixed += ["steps"] if before.get("learner.optimizer.decay_share") else []
+    return [f"{key}: {before[key]!r} -> {after.get(key)!r}" for key in fixed if after.get(key) != before[key]]
 
 
 def removed_keys(tree: Mapping[str, Any]) -> list[str]:
@@ -203,24 +204,6 @@ def _is_same_file(old: Any, new: Any, folder: Path) -> bool:
     with suppress(OSError, ValueError):
         return (folder / old).exists() and (folder / old).samefile(new)
     return False
-
-
-def with_steps(config: RunConfig, steps: int) -> RunConfig:
-    """Return the configuration with the steps of its epochs; raise ConfigError if a decay ends before."""
-    return _with_decay_steps(build(dump(replace(config, steps=steps)), "sft.epochs"))
-
-
-def _with_decay_steps(config: RunConfig) -> RunConfig:
-    """Set the length of a decay that has none to the run's steps.
-
-    It is written out so that an existing run refuses another number of steps, which would change the schedule
-    that its first steps followed.
-    """
-    optimizer = config.learner.optimizer
-    if config.mode == "eval" or not optimizer.decay_share or optimizer.decay_steps:
-        return config
-    optimizer = replace(optimizer, decay_steps=config.steps)
-    return replace(config, learner=replace(config.learner, optimizer=optimizer))
 
 
 def _parse(path: Path) -> dict[str, Any]:
@@ -280,7 +263,7 @@ def _faults(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield key, f"{key} was removed in 0.2: {REMOVED[key]}; leave the key out"
         path = key.split(".")
         _remove(tree, path)
-        if not tree[path[0]]:  # as [coordinator], which has lost all of its keys
+        if not tree.get(path[0], path):  # as [coordinator], which has lost all of its keys
             del tree[path[0]]
     known = {field.name: field for field in msgspec.structs.fields(RunConfig)}
     for name in tree.keys() - known.keys():

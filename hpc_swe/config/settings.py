@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal, get_args
 
 from msgspec import Meta
+from msgspec.structs import asdict
 
 from hpc_swe.agents.loops.base import Agent
 from hpc_swe.agents.sandboxes.base import Sandboxes
@@ -17,7 +18,7 @@ from hpc_swe.base.tracking import Tracker
 from hpc_swe.cluster.executors.base import Executor
 from hpc_swe.models.advantages.base import Advantage
 from hpc_swe.models.engines.base import Engine
-from hpc_swe.models.policies.base import Kept, LossConfig, OptimizerConfig, Policy
+from hpc_swe.models.policies.base import Kept, LossConfig, OptimizerConfig, OptimizerTable, Policy
 from hpc_swe.tasks.graders.base import Grader
 from hpc_swe.tasks.sets.base import Taskset
 
@@ -75,9 +76,6 @@ class GroupsConfig(Record, frozen=True, kw_only=True):
     max_staleness: Natural = 1
     """Batches that may be sampled ahead of the newest exported weights. Groups with a token older than so
     many steps are dropped and counted."""
-    straggler_s: Duration = 14400.0
-    """When each unfinished member of a group has been worked on for longer than this, not counting time
-    without an engine, the group trains with its finished members if it has two, and is dropped otherwise."""
     # Infrastructure failures of one episode before its member is closed without reward.
     max_attempts: ClassVar[int] = 3
     resample: bool = True
@@ -134,9 +132,8 @@ class RetentionConfig(Record, frozen=True, kw_only=True):
     """The coordinator deletes old files by these rules."""
 
     keep_every: Natural = 0
-    """Also keep versions and checkpoints at multiples of this many steps; 0 keeps none."""
-    keep_best: bool = True
-    """Also keep the version, and the checkpoint if there is one, of the step with the best evaluation."""
+    """Also keep versions and checkpoints at multiples of this many steps; 0 keeps none. Those of the step
+    with the best evaluation are always kept."""
     keep_last: ClassVar[int] = 3  # newest versions of the weights
     # With less free space than this, no new episodes are dispatched, and `status` says so.
     free_space_floor_gb: ClassVar[float] = 0.2
@@ -149,7 +146,8 @@ class RolloutConfig(Record, frozen=True, kw_only=True):
     """Most episodes of one worker at once. There are fewer where requests wait in the queues of engines."""
     episode_timeout_s: Duration = 3600.0
     """Maximum wall clock of one episode, not counting waits for an engine; exceeding it is an infrastructure
-    failure."""
+    failure. When each unfinished member of a group has been worked on for four times as long, the group
+    trains with its finished members if it has two, and is dropped otherwise."""
     context: Positive = 4096
     """Maximum tokens of prompt and completion together."""
     min_tokens: ClassVar[int] = 16  # with fewer tokens left the episode ends as ``context``
@@ -175,10 +173,7 @@ class InferenceConfig(Record, frozen=True, kw_only=True):
     url: str = ""
     """Address of an engine that somebody else runs, for example http://host:8000 or https://host/v1; empty
     starts our own. `launch start` reads the engine's key from VLLM_API_KEY."""
-    start_timeout_s: Duration = 600.0
-    """Maximum wait until an engine is healthy, after its start and after its connection was lost."""
-    hang_s: Duration = 60.0
-    """An engine without a sign of life for this long is killed and restarted."""
+    hang_s: ClassVar[float] = 120.0  # an engine without a sign of life for this long is killed and restarted
 
 
 class LearnerConfig(Record, frozen=True, kw_only=True):
@@ -200,14 +195,15 @@ class LearnerConfig(Record, frozen=True, kw_only=True):
     # Batches in a row that are skipped because a gradient was not finite; one more is an error.
     max_skipped: ClassVar[int] = 3
     loss: LossConfig = LossConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: OptimizerTable = OptimizerTable()
 
 
 class EvalConfig(Record, frozen=True, kw_only=True):
     """Held-out tasks are evaluated with these settings."""
 
     every: Natural = 0
-    """Steps between two evaluations, a multiple of `learner.export_every`; 0 is never."""
+    """Steps between two evaluations, a multiple of `learner.export_every`; 0 is never. In mode sft: steps
+    between two validations, the first before step 0; one more follows the last step."""
     samples: Positive = 4
     """Episodes per task and decoding; at temperature 0, where all would be alike, there is one."""
     tasks: Natural = 0
@@ -246,18 +242,18 @@ class SftConfig(Record, frozen=True, kw_only=True):
     """Files of conversations whose loss is computed, and that are never trained."""
     validation_share: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     """Share of the trajectories' tasks that is held out instead; a row without task_id is its own task."""
-    validate_every: Natural = 0
-    """Steps between two validations, the first before step 0; one more follows the last step; 0 is never."""
 
     def __post_init__(self) -> None:
         """Refuse keys that contradict each other."""
-        holds_out = bool(self.validation or self.validation_share)
-        if not self.trajectories and (self.epochs or holds_out or self.validate_every):
+        if not self.trajectories and (self.epochs or self.holds_out):
             raise ValueError("epochs and validation need trajectories; name parquet or JSONL files")
-        if holds_out != bool(self.validate_every):
-            raise ValueError("set validate_every and validation (or validation_share), or none of them")
         if self.validation and self.validation_share:
             raise ValueError("validation names files, so validation_share must be 0")
+
+    @property
+    def holds_out(self) -> bool:
+        """Return whether conversations are kept for validation."""
+        return bool(self.validation or self.validation_share)
 
 
 class ShapingConfig(Record, frozen=True, kw_only=True):
@@ -278,10 +274,14 @@ class ShapingConfig(Record, frozen=True, kw_only=True):
 class LeaseConfig(Record, frozen=True, kw_only=True):
     """Processes show that they are alive by a heartbeat."""
 
-    beat_s: Duration = 30.0
-    """Seconds between two heartbeats of a process."""
     ttl_s: Duration = 120.0
-    """Seconds without a heartbeat after which a process counts as dead."""
+    """Seconds without a heartbeat after which a process counts as dead. There are four in this time."""
+    beats: ClassVar[int] = 4
+
+    @property
+    def beat_s(self) -> float:
+        """Return the seconds between two heartbeats of a process."""
+        return self.ttl_s / self.beats
 
 
 class SupervisionConfig(Record, frozen=True, kw_only=True):
@@ -292,8 +292,6 @@ class SupervisionConfig(Record, frozen=True, kw_only=True):
     longer than a learner's start, step and validation, and than an engine takes to load weights. After each
     restart a learner gets this long once more. Rollout and reward workers have at least twice their longest
     time-out."""
-    tries: Natural = 3
-    """Restarts without a new result or step in between after which the run ends with an error."""
 
 
 class RunConfig(Record, frozen=True, kw_only=True):
@@ -316,13 +314,13 @@ class RunConfig(Record, frozen=True, kw_only=True):
     """Also send the curves to W&B (`wandb`, without the network unless WANDB_MODE says otherwise) or to
     `trackio`, into tracked/ of the run; empty: only TensorBoard. The package must be installed."""
     counts: dict[Role, Natural] = {}
-    """Number of jobs per role; 1 for roles not named."""
-    by_hand: list[Role] = []
-    """Roles whose count may be 0 while others run: a person starts them, by `sbatch sbatch/role.sbatch`."""
+    """Number of jobs per role; 1 for roles not named. A person starts those of a role with 0, by `sbatch
+    sbatch/role.sbatch`."""
     hybrid: bool = False
     """With mode grpo, engines run in the learner's job, on one node, and use its GPUs in turns with it."""
     max_restarts: Natural = 5
-    """How often a job restarts its process, and the job of an engine the engine."""
+    """How often a job restarts its process, and the job of an engine the engine; and how often stuck
+    parts are restarted without a new result or step in between before the run ends."""
     poll_s: Annotated[float, Meta(gt=0, le=60)] = 0.5
     """Seconds between two looks of a process for messages, batches or weights that are new; every fifth look
     of the coordinator reports for `status`."""
@@ -362,8 +360,13 @@ class RunConfig(Record, frozen=True, kw_only=True):
         limits: dict[Role, float] = dict.fromkeys(get_args(Role), self.supervision.stuck_s)
         if self.mode != "sft":
             limits["rollout"] = max(limits["rollout"], 2 * self.rollout.episode_timeout_s)
-            limits["inference"] = max(limits["inference"], 2 * self.inference.start_timeout_s)
+            limits["inference"] = max(limits["inference"], 2 * self.engine.load_timeout_s)
         return limits
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """Return what the policy needs of the optimizer's table and of the run."""
+        return OptimizerConfig(**asdict(self.learner.optimizer), steps=self.steps)
 
     @property
     def batch_wait_s(self) -> float:

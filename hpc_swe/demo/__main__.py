@@ -26,6 +26,7 @@ from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store.parquet import evals
 from hpc_swe.base.store.parquet.evals import Attempt
 from hpc_swe.base.tables import console, say
+from hpc_swe.cluster.executors.base import FOREGROUND
 from hpc_swe.cluster.processes import completed
 from hpc_swe.config import config as configuration
 from hpc_swe.demo.model import SHAPES, SIZES
@@ -106,10 +107,8 @@ class Demo:
 
     def stage(self, name: str, model: Path, *more: str) -> RunDir:
         """Run one stage to its end, unless it has finished already; return its run folder."""
-        run, words = RunDir((self.root / name).absolute()), self.words(model, *more)
-        config = configuration.from_words(words)
-        if config.executor.is_here:
-            config = configuration.from_words([*words, "executor.foreground=true"])
+        run = RunDir((self.root / name).absolute())
+        config = configuration.from_words(self.words(model, *more))
         if not run.finished.exists():
             run_control.start(run, config)
             watched(name, run, config, 60 * self.stage_minutes)
@@ -193,6 +192,7 @@ def _plot(root: Path, before: Sequence[Attempt], after: Sequence[Attempt], train
 
 def run(demo: Demo, control: str) -> None:
     """Run all stages in order, with GRPO or with a control instead, and show the result."""
+    os.environ[FOREGROUND] = "1"
     began = time.monotonic()
     require_torch()
     demo.make_image()

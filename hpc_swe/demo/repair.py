@@ -28,6 +28,7 @@ from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, weights
 from hpc_swe.base.store.parquet import evals
 from hpc_swe.base.tables import console, say
+from hpc_swe.cluster.executors.base import FOREGROUND
 from hpc_swe.cluster.processes import completed
 from hpc_swe.config import config as configuration
 from hpc_swe.config import job_counts
@@ -111,10 +112,7 @@ class Repair:
     def config(self, *words: str, files: Sequence[str] = (), model: Path | None = None) -> RunConfig:
         """Return the configuration of a stage, whose jobs end with this command if they run here."""
         given = [*of_stage(self.words, files), f"model={_text(model or self.model)}", *words]
-        config = configuration.from_words(given)
-        if config.executor.is_here:
-            config = configuration.from_words([*given, "executor.foreground=true"])
-        return config
+        return configuration.from_words(given)
 
     def stage(self, name: str, config: RunConfig, hours: float = math.inf) -> RunDir:
         """Run a stage to its end, or for so many hours in all, unless it is done; return its run folder."""
@@ -269,6 +267,7 @@ def _text(value: Path) -> str:
 
 def run(repair: Repair, controls: Sequence[str]) -> None:
     """Run all stages in order, and show the result."""
+    os.environ[FOREGROUND] = "1"
     files = repair.make_tasks()
     held_out = files["eval"]
     rows = repair.choose(files["train"])

@@ -58,18 +58,14 @@ def _folder(plan: RunPlan) -> Iterator[str]:
 
 def _counts(plan: RunPlan) -> Iterator[str]:
     config = plan.config
-    counts = [config.counts.get(role, 1) for role in job_counts.ROLES[config.mode]]
-    if not any(counts):  # the folder is made, and a person starts every job
+    missing = [role for role in job_counts.ROLES[config.mode] if not config.counts.get(role, 1)]
+    if len(missing) == len(job_counts.ROLES[config.mode]):  # a person starts every job of the folder
         return
-    for role in job_counts.ROLES[config.mode]:
-        is_external = role == "inference" and config.inference.url
-        if role == "inference" and job_counts.is_hybrid(config) and not config.counts.get(role, 1):
+    for role in missing:
+        if role == "inference" and job_counts.is_hybrid(config):
             yield "counts.inference = 0: hybrid = true needs an engine in the learner's job; ask for one"
-        elif config.counts.get(role, 1) == 0 and role not in config.by_hand and not is_external:
-            yield (
-                f"counts.{role} = 0: a run of mode {config.mode} waits for ever without it; ask for one, or "
-                f"add {role!r} to by_hand if you start it yourself"
-            )
+        elif role != "inference" or not config.inference.url:
+            log.warning("counts.%s = 0: the run waits until you start that role by sbatch/role.sbatch", role)
     if config.mode != "eval" and config.steps == 0:
         yield "steps = 0: there is nothing to do; ask for at least one step"
 
@@ -176,7 +172,7 @@ def _computing(plan: RunPlan) -> Iterator[str]:
             shape, reference = ModelShape.read(model), Path(config.reference)
             yield from _complaints(lambda: require_tensors(reference, shape, "reference"))
     if serves:
-        yield from _complaints(lambda: config.engine.check_model(model))
+        yield from _complaints(lambda: config.engine.check_model(model, config.rollout.context))
 
 
 def _gpus(plan: RunPlan) -> Iterator[str]:
@@ -338,11 +334,9 @@ def differences(run: RunDir, config: RunConfig) -> list[str]:
 
 def require_alike(run: RunDir, config: RunConfig) -> None:
     """Raise ConfigError with the keys that differ, of those that decide what the run trains."""
-    follows = "it follows steps; for more of them, start another run from its last weights"
-    refused = [
-        f"{change} ({follows})" if change.startswith("learner.optimizer.decay_steps") else change
-        for change in differences(run, config)
-    ]
+    follows = "learner.optimizer.decay_share follows them: start another run from the last weights"
+    found = differences(run, config)
+    refused = [f"{change} ({follows})" if change.startswith("steps:") else change for change in found]
     if refused:
         raise ConfigError(
             f"{run.root} exists with another configuration, and these keys decide what it trains: "

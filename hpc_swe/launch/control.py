@@ -79,7 +79,7 @@ def _await_ordered(run: RunDir, finish_s: float) -> None:
         if count != shown:
             log.warning("waiting for %d jobs of %s that finish their work; %s", count, run.root, rest)
         shown = count
-        time.sleep(min(config.executor.pause_s, 0.5 + waited_s / 10))
+        time.sleep(config.executor.pause(waited_s))
 
 
 def _submit(run: RunDir, config: RunConfig) -> TickResult:
@@ -123,9 +123,9 @@ def stop(run: RunDir, config: RunConfig, *, now: bool) -> str:
     done, running = f"cancelled {len(ticked.cancel)} jobs that had not begun", len(ticked.running)
     if not now:
         return f"{done}; {running} finish their work, and then exit"
-    deadline = time.monotonic() + GRACE_S
-    while time.monotonic() < deadline and config.executor.queue(run):
-        time.sleep(min(config.executor.pause_s, 2.0))
+    began = time.monotonic()
+    while time.monotonic() < began + GRACE_S and config.executor.queue(run):
+        time.sleep(config.executor.pause(time.monotonic() - began))
     late = [job.job for job in config.executor.queue(run)]
     config.executor.cancel(late)
     return f"{done}; {running} were told to exit, and {len(late)} of them were ended"

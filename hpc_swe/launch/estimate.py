@@ -240,7 +240,7 @@ def _states(config: RunConfig, weights: Part, checkpoint: Part) -> list[Part]:
 
     def evaluated(made_every: int) -> int:
         """Count what is kept of the best evaluation, and of the one under way."""
-        if config.mode != "grpo" or not (kept.keep_best and config.eval.every):
+        if config.mode != "grpo" or not config.eval.every:
             return 0
         return min(2, config.steps // math.lcm(config.eval.every, made_every))
 

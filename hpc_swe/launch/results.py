@@ -80,7 +80,7 @@ def serving(config: RunConfig, folder: Path, name: str) -> str:
 
     Raise ConfigError if the run's engine serves no weights.
     """
-    words = config.engine.serving(folder, name)
+    words = config.engine.serving(folder, name, config.rollout.context)
     if not words:
         raise ConfigError(f"[engine] {type(config.engine).__name__} has no weights to serve")
     words = [*words, "--enable-auto-tool-choice", "--tool-call-parser", config.rollout.tool_parser]
@@ -145,7 +145,8 @@ def delete(run: RunDir, config: RunConfig, chosen: Sequence[Leftover]) -> None:
     """
     if jobs := control.alive(run, config):
         raise ConfigError(f"{run.root}: {len(jobs)} of its jobs are left; `launch stop` it first")
-    if cells := [name for name in atomic.names(run.nodes) if name.startswith(tuple(config.by_hand))]:
+    by_hand = tuple(role for role, count in config.counts.items() if not count)
+    if cells := [name for name in atomic.names(run.nodes) if name.startswith(by_hand)]:
         raise ConfigError(
             f"{run.nodes}: processes that were started by hand may run: {', '.join(cells[:8])}; end them, "
             "and delete what the killed ones have left there"

@@ -26,7 +26,6 @@ from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic
 from hpc_swe.base.store.parquet import trajectories
 from hpc_swe.base.store.parquet.trajectories import Trajectory
-from hpc_swe.config import config as configuration
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.config.tokenization import token_builder
 from hpc_swe.launch import existing
@@ -73,7 +72,7 @@ def resolved(run: RunDir, config: RunConfig, taken: Sequence[Trajectory]) -> Run
         return config
     known = taken or trajectories.read(run.trajectories)
     samples = config.sft.epochs * sum(each.is_used for each in known if each.split == "train")
-    return configuration.with_steps(config, math.ceil(samples / config.sft.samples_per_step))
+    return replace(config, steps=math.ceil(samples / config.sft.samples_per_step))
 
 
 def tokenizer_digest(run: RunDir) -> str:
@@ -213,7 +212,7 @@ def _require_use(config: RunConfig, found: Iterable[Trajectory]) -> None:
         if each.is_used:
             names[each.split].setdefault(each.token_ids, each.name)
     for split, key in (("train", "trajectories"), ("eval", "validation")):
-        if not names[split] and (split == "train" or config.sft.validate_every):  # type: ignore[index]
+        if not names[split] and (split == "train" or config.sft.holds_out):  # type: ignore[index]
             why = "all are in the other split, too long for rollout.context, or dropped by sft.bad_rows"
             raise ConfigError(f"sft.{key}: no conversation is left: {why}")
     for tokens in names["train"].keys() & names["eval"].keys():

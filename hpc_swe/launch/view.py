@@ -86,7 +86,7 @@ class RunReader:
             silent_s=silent_s,
             engines=engines,
             ended=stop_signs.read(run).reason,
-            stuck="" if run.finished.exists() else supervision.read(run).message(config.supervision.tries),
+            stuck="" if run.finished.exists() else supervision.read(run).message(config.max_restarts),
         )
 
     def look_twice(self) -> RunView:

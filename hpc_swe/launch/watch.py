@@ -1,6 +1,7 @@
 """Watch a run until it has finished, for `launch start --wait`, `evaluate` and the demo."""
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Set
 from typing import Literal
@@ -10,6 +11,7 @@ from hpc_swe.base.records import Role, StatusReport
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, checkpoints, stop_signs, supervision
 from hpc_swe.base.store.lease import Watcher
+from hpc_swe.cluster.executors.base import FOREGROUND
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.launch import submit
 from hpc_swe.launch.control import stop
@@ -47,7 +49,7 @@ def watch(
     if reason := stop_signs.read(run).reason:
         log.warning("%s: ended early: %s", run.root, reason)
     if not run.finished.exists() and (last := supervision.read(run)).gave_up:
-        raise StuckRun(f"{run.root}: {last.message(config.supervision.tries)}")
+        raise StuckRun(f"{run.root}: {last.message(config.max_restarts)}")
     if not run.finished.exists():
         raise HpcSweError(f"{run.root}: ordered to end before it had finished; `launch start` continues it")
 
@@ -58,9 +60,9 @@ def _save_and_stop(run: RunDir, config: RunConfig, save_s: float) -> None:
         if (steps := _unsaved(run, config)) > 0:
             log.warning("saving %d steps, for at most %g s; another Ctrl-C discards them", steps, save_s)
             stop(run, config, now=False)
-            deadline = time.monotonic() + save_s
-            while (steps := _unsaved(run, config)) > 0 and time.monotonic() < deadline:
-                time.sleep(config.executor.pause_s)
+            began = time.monotonic()
+            while (steps := _unsaved(run, config)) > 0 and time.monotonic() < began + save_s:
+                time.sleep(config.executor.pause(time.monotonic() - began))
             if steps > 0:
                 log.warning("not saved within %g s: the last %d steps will be repeated", save_s, steps)
     except HpcSweError as error:  # what ended the watch matters more
@@ -82,7 +84,7 @@ def _unsaved(run: RunDir, config: RunConfig) -> int:
 def _watch(
     run: RunDir, config: RunConfig, timeout_s: float, show: Callable[[RunView | str], None] | None
 ) -> None:
-    deadline, reader = time.monotonic() + timeout_s, RunReader(run, config)
+    began, reader = time.monotonic(), RunReader(run, config)
     lost_at: dict[Role, float] = {}
     logged, told = "", set[str]()
     while True:
@@ -95,7 +97,7 @@ def _watch(
         if ticked.orders and not ticked.running:
             return
         why = ticked.reasons(given_up(ticked, lost_at, time.monotonic()))
-        if why or time.monotonic() > deadline:
+        if why or time.monotonic() > began + timeout_s:
             raise DeadlineError(f"{run.root}: {why or f'not finished after {timeout_s:g} s; see its logs/'}")
         if (stuck := ticked.reasons(ticked.stuck)) not in ("", logged):
             log.error("stuck %s", stuck)
@@ -103,7 +105,7 @@ def _watch(
         told |= _tell(run, told)
         if show:
             show(reader.read())
-        time.sleep(config.executor.pause_s)
+        time.sleep(config.executor.pause(time.monotonic() - began))
 
 
 def _tell(run: RunDir, told: Set[str]) -> set[str]:
@@ -130,7 +132,7 @@ def given_up(ticked: TickResult, lost_at: Mapping[Role, float], now: float) -> l
 
 def left(run: RunDir, config: RunConfig) -> str:
     """Say what happens to a run that is no longer watched."""
-    if config.executor.foreground:
-        return "stopped; its jobs end with this command, because [executor] foreground is set"
+    if config.executor.is_here and FOREGROUND in os.environ:
+        return f"stopped; its jobs end with this command, because {FOREGROUND} is set"
     status, end = (f"`python -m hpc_swe.{verb} {run.root}`" for verb in ("status", "launch stop"))
     return f"detached; jobs keep running. {status} shows them, {end} ends them"

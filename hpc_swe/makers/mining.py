@@ -213,9 +213,7 @@ class Trial:
         return msgspec.structs.replace(row, eval_script=text)
 
     def _task(self, row: Row) -> Task:
-        taskset = loader.load(
-            "tasksets", {"type": "swebench", "timeout_s": self.timeout_s, "workdir": WORKDIR}
-        )
+        taskset = loader.load("tasksets", {"type": "swebench", "timeout_s": self.timeout_s})
         task: Task = taskset.task(row.instance_id, row)
         return task
 

@@ -13,9 +13,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     log_parser: str
     """Name of swebench's parser, for example parse_log_pytest."""
     labels: Literal["files", "modules", "none"] = "files"
-    """Form of the tests' names: paths of files, or dotted modules; none if the command itself has them."""
-    root: str = "tests/"
-    """First part of a path that labels of the form `modules` leave out."""
+    """How tests are named: by files, or dotted modules below tests/; none if the command itself has them."""
     set_up: list[str] = []
     """Shell lines before the tests."""
     conda: bool = True

@@ -305,7 +305,7 @@ def script(row: Row, patch: TestPatch, recipe: Recipe, workdir: str) -> str:
     files = [] if recipe.labels == "none" else patch.files
     labels = [path for path in files if PurePosixPath(path).suffix not in NO_TESTS]
     if recipe.labels == "modules":
-        parts = [path.removeprefix(recipe.root).removesuffix(".py").replace("/", ".") for path in labels]
+        parts = [path.removeprefix("tests/").removesuffix(".py").replace("/", ".") for path in labels]
         labels = list(dict.fromkeys(parts))
     return "\n".join(
         [

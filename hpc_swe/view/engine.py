@@ -14,13 +14,13 @@ from hpc_swe.config import config as configuration
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.launch.create import ENGINE_KEY as KEY
 
-PORT = 8000
+PORT, ANYWHERE = 8000, "0.0.0.0"  # noqa: S104  (guarded by the key)
 
 
 def line(config: RunConfig) -> str:
     """Return a line for a shell on the engine's node, which must see the run's folder as the jobs do."""
     model, port = Path(config.model).absolute(), urlsplit(config.inference.url).port or PORT
-    words = config.engine.command(model, "0.0.0.0", port, model.name)  # noqa: S104  (guarded by the key)
+    words = config.engine.command(model, ANYWHERE, port, model.name, config.rollout.context)
     variables = sorted(config.engine.environment(KEY).items())
     keys = " ".join(f'{name}="${{{KEY}:?}}"' for name, value in variables if value == KEY)
     settings = [

@@ -8,6 +8,7 @@ from hpc_swe.tasks.graders.swebench import Swebench
 from tests.kit.cheats.honest_submissions import BY_RULE, SUBMISSIONS
 from tests.kit.cheats.honest_suites import SUITES
 from tests.kit.cheats.honest_tasks import WORK, of_files, of_repository
+from tests.kit.constants import varied
 from tests.kit.toy import Checkout, make_repository
 
 
@@ -19,7 +20,7 @@ def test_there_are_as_many_as_the_docs_say():
 def test_honest_work_is_paid_by_the_grader_of_plain_files(sealed):
     """All of it in one grading, since each starts pytest."""
     task, submission = of_files(WORK.values())
-    score = Pytest(sealed=sealed).grade(task, submission, Process())
+    score = varied(Pytest, sealed=sealed)().grade(task, submission, Process())
     assert (score.outcome, score.failed) == ("resolved", []), score
 
 

@@ -20,7 +20,7 @@ ROLES = ", ".join(
     for role in ("coordinator", "inference", "rollout", "reward")
 )
 WORDS = [
-    f'executor={{type="slurm", cluster="hpc", partition="cpu", notice_s=20, pause_s=1.0, roles={{{ROLES}}}}}',
+    f'executor={{type="slurm", cluster="hpc", partition="cpu", notice_s=20, roles={{{ROLES}}}}}',
     "counts.rollout=2",
 ]
 

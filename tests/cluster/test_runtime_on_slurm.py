@@ -26,7 +26,7 @@ def test_jobs_of_a_run_start_from_the_file(healthy_cluster):
     nodes.mkdir()
     for path in (small.folder, *small.folder.rglob("*")):
         os.chown(path, 2001, 2001, follow_symlinks=False)
-    slurm = 'executor={type="slurm", cluster="hpc", partition="cpu", notice_s=20, pause_s=1.0, '
+    slurm = 'executor={type="slurm", cluster="hpc", partition="cpu", notice_s=20, '
     slurm += f'environ={{TMPDIR="{nodes}"}}, runtime="{file}", roles={{{ROLES}}}}}'
     env = {name: environment()[name] for name in ("PYTHONPATH", "COLUMNS")}
     cluster.run(*small.command(slurm, "counts.rollout=2"), cwd=ROOT, env=env)

@@ -16,7 +16,7 @@ from tests.kit.checkout import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 ROLES = ["coordinator", "inference", "learner", "rollout"]
-NOBODY = [f"by_hand={ROLES}", *(f"counts.{role}=0" for role in ROLES)]
+NOBODY = [f"counts.{role}=0" for role in ROLES]
 EXECUTOR = (
     'executor={type="slurm", notice_s=20, roles={reward={cpus_per_task=1, mem_gb=0.2, timeout_min=10}}}'
 )

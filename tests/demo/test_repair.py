@@ -54,7 +54,7 @@ def words(folder: Path, model: Path, engine: str) -> list[str]:
         "configs/demo.toml",
         f'taskset={{type="programs", train="{folder}/train.jsonl", eval="{folder}/test.jsonl"}}',
         *('sandbox={type="process"}', 'agent={type="answer_agent"}', "tasks.train=1", "tasks.eval=1"),
-        f'engine={{type="{engine}", replies="{folder}/replies.json", max_model_len=512}}',
+        f'engine={{type="{engine}", replies="{folder}/replies.json"}}',
         *("rollout.slots=1", "poll_s=0.2", "lease.beat_s=0.5", "eval.every=0"),
         *("groups.group_size=2", "groups.groups_per_step=2", "policy.tensor_parallel=1"),
     ]
@@ -67,7 +67,7 @@ def repair(tmp_path, monkeypatch):
     (tmp_path / "model/config.json").write_text("{}")
     (tmp_path / "model/generation_config.json").write_text('{"eos_token_id": 322}')
     model = tmp_path / "model"
-    given = [*words(tmp_path, model, "scripted"), "engine.max_model_len=4096", "rollout.context=4096"]
+    given = [*words(tmp_path, model, "scripted"), "rollout.context=4096"]
     return Repair(tmp_path / "out", given, model, samples=2, rate=2)
 
 

@@ -51,7 +51,6 @@ from tests.kit.ranks import tiny
 CUDA = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", "bfloat16") if CUDA else ("cpu", "float32")
 GPU = Vllm(
-    max_model_len=2048,
     kv_cache_bytes=1 << 31,
     gpu_memory_share=0.1,
     environ={"VLLM_USE_FLASHINFER_SAMPLER": "0"},
@@ -192,7 +191,7 @@ class Comparison:
             tensor_parallel=CASES[case],
             dtype=self._dtype,
             return_routing=self._routes,
-            enforce_eager=not CUDA or case != "dense",  # one case has CUDA graphs, as runs have
+            extra=[] if case == "dense" else ["--enforce-eager"],  # one case has CUDA graphs, as runs have
         )
         if self._family.startswith("delta") and not find_spec("torchvision"):
             path = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(STAND_INS)))}

@@ -80,7 +80,7 @@ class Layout:
     packing: list[list[list[int]]] = field(default_factory=lambda: ONE)
 
 
-TP, EP = {"tensor_parallel": 2, "sequence_parallel": True}, {"expert_parallel": 2}
+TP, EP = {"tensor_parallel": 2}, {"expert_parallel": 2}
 LORA = {"lora_rank": 8}
 LAYOUTS = {
     "one": Layout(1),

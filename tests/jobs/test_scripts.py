@@ -30,7 +30,7 @@ SWEPDB = {
     "14b_rewrite": ["swepdb", "slurm", "swepdb_14b", "swepdb_14b_rewrite"],
 }
 ROLES = ["coordinator", "inference", "learner", "rollout", "reward"]
-NOBODY = [f"by_hand={ROLES}", *(f"counts.{role}=0" for role in ROLES)]
+NOBODY = [f"counts.{role}=0" for role in ROLES]
 HERE = [*NOBODY, 'executor={type="local"}', 'sandbox={type="process"}', "tasks.train=2", "tasks.eval=1"]
 
 

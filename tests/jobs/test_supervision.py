@@ -35,7 +35,7 @@ if n < int(sys.argv[2]): hang_in_a_library()
 
 def watchdog(run: RunDir, codes: list[int], *commands: list[str], role="learner", stuck_s=4.0):
     """A group and its watchdog, in a thread."""
-    words = ["model=m", f"supervision={{stuck_s={stuck_s}, tries=2}}", "lease={beat_s=0.2, ttl_s=1.0}"]
+    words = ["model=m", f"supervision.stuck_s={stuck_s}", "max_restarts=2", "lease.ttl_s=1.0"]
     config = configuration.read(ROOT / "configs/demo.toml", overrides=words)
     group = ProcessGroup(commands, verdicts=VerdictReader(run, role, config, True, 0.0))
     threading.Thread(target=lambda: codes.append(supervise(group, run, 0)), daemon=True).start()

@@ -51,7 +51,8 @@ CALL = ToolCall(name="view", arguments='{"path": "m.py"}')
 TASKS = ("ant", "bee", "cat", "dog")
 ALIKE = CurriculumConfig()
 KEPT = varied(RetentionConfig, keep_last=2, free_space_floor_gb=0)()
-LIMITS = GroupsConfig(group_size=2, groups_per_step=2, max_staleness=1, straggler_s=100.0)
+LIMITS = GroupsConfig(group_size=2, groups_per_step=2, max_staleness=1)
+STRAGGLER_S = 100.0
 HELD_OUT = EvalConfig(samples=2, decodings={"plain": Sampling(), "cool": Sampling(temperature=0.5)})
 
 
@@ -69,10 +70,9 @@ def rundir(root) -> RunDir:
     return run
 
 
-def make_maintenance(run, clock=None, beat_s=1.0, ttl_s=3.0, max_losses=2, retention=None) -> Maintenance:
-    lease = LeaseConfig(beat_s=beat_s, ttl_s=ttl_s)
+def make_maintenance(run, clock=None, beats=4, max_losses=2, retention=None) -> Maintenance:
     kept = retention or KEPT
-    return Maintenance(run, kept, lease, max_losses, clock or Clock())
+    return Maintenance(run, kept, varied(LeaseConfig, beats=beats)(ttl_s=beats), max_losses, clock or Clock())
 
 
 def plan_tasks(requests, tasks=TASKS, curriculum=ALIKE, sources=()):
@@ -96,7 +96,9 @@ def training(
 ) -> Training:
     log = Log(run.metric_log(owner))
     evaluator = Evaluator(run, eval_tasks, HELD_OUT, 5, log, every)
-    batch_settings = BatchSettings(limits, BatchesConfig(microbatch_tokens=64), Grpo(), 2)
+    batch_settings = BatchSettings(
+        limits, BatchesConfig(microbatch_tokens=64), Grpo(), 2, straggler_s=STRAGGLER_S
+    )
     plan = plan_tasks(RequestPlan(5, limits.group_size, Sampling()), **planned)
     return Training(run, plan, batch_settings, steps, evaluator, log)
 

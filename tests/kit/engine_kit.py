@@ -41,11 +41,9 @@ V0 = WeightVersion()
 VOCABULARY = 2048
 EOS = 2
 CPU = Vllm(
-    max_model_len=2048,
     max_num_seqs=16,
     kv_cache_bytes=1 << 27,
     dtype="float32",
-    enforce_eager=True,
     device="cpu",
 )
 SIZES = {
@@ -224,6 +222,7 @@ def supervise(
     scratch: str = "/tmp",
     turns: str = "",
     max_restarts: int = 3,
+    context: int = 2048,
     **inference: object,
 ) -> "subprocess.Popen[str]":
     """One that takes turns with a learner when `turns` names their folder."""
@@ -231,9 +230,10 @@ def supervise(
         "run": str(run.root),
         "engine": dump(engine),
         "model": str(model),
+        "context": context,
         "turns": turns,
         "max_restarts": max_restarts,
-        "inference": {"start_timeout_s": 300.0} | inference,
+        "inference": inference,
     }
     return subprocess.Popen(
         [sys.executable, "-m", "tests.kit.supervise", json.dumps(settings)],
@@ -282,10 +282,12 @@ def is_serving(version: WeightVersion) -> Callable[[Node], bool]:
 
 
 @contextlib.contextmanager
-def serving(engine: Vllm, model: Path, log: Path, version: WeightVersion = V0) -> Iterator[str]:
+def serving(
+    engine: Vllm, model: Path, log: Path, version: WeightVersion = V0, context: int = 2048
+) -> Iterator[str]:
     """Run the engine itself, without a supervisor, and yield its URL once it serves a version."""
     url = f"http://127.0.0.1:{(port := free_port('127.0.0.1'))}"
-    child = Child(engine.command(model, "127.0.0.1", port, "test"), engine.environment(TOKEN), log)
+    child = Child(engine.command(model, "127.0.0.1", port, "test", context), engine.environment(TOKEN), log)
     try:
         deadline = time.monotonic() + 900
         while not engine.is_healthy(url):

@@ -16,13 +16,14 @@ class Played:
     running: list[Job] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
     array_size: int = 1000
-    pause_s: float = 0.0
     is_here: bool = False
-    foreground: bool = False
     dies: str = ""
     """Where submitting is cut off: before the scheduler hears of it, or after."""
     turn: threading.Lock = field(default_factory=threading.Lock)
     """As a real scheduler, it serves one request after another: none loses what another one wrote."""
+
+    def pause(self, waited_s):
+        return 0.0
 
     def submit(self, run, submission):
         self.asked.append("submit")

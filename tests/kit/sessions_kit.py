@@ -26,7 +26,6 @@ WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s
 KITS = ROOT / ".cache" / "agents"
 ENVIRONMENT = environment(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1")
 """Of a run's processes."""
-LONG = f"engine.max_model_len = {CONTEXT}"
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ def configured(agent: str, *files: Path, engine: str = "tests.kit.by_heart:ByHea
     own = [ROOT / "configs" / "swebench.toml", ROOT / "configs" / "agents" / f"{agent}.toml"]
     mounts = f'sandbox.mounts=["{KITS / agent.replace("_", "-")}:/opt/agent"]'
     said = files[-1].with_suffix(".json")
-    played = [] if engine == "vllm" else [f'engine = {{type = "{engine}", replies = "{said}"}}', LONG]
+    played = [] if engine == "vllm" else [f'engine = {{type = "{engine}", replies = "{said}"}}']
     return configuration.read(*own, *files, overrides=[mounts, *played])
 
 
@@ -146,7 +145,7 @@ poll_s = 0.2
 counts = {{ inference = 1, rollout = 1, reward = 1 }}
 tasks = {{ train = 1, eval = 0 }}
 executor = {{ type = "local" }}
-lease = {{ beat_s = 0.5, ttl_s = 20.0 }}
+lease = {{ ttl_s = 20.0 }}
 eval = {{ every = 0 }}
 groups = {{ group_size = 2, groups_per_step = 1 }}
 batches = {{ microbatch_tokens = {context} }}
@@ -159,12 +158,10 @@ sandbox = {{ images = "{images}" }}
 [policy]
 device = "cpu"
 tensor_parallel = 1
-sequence_parallel = false
 recompute = "none"
 dtype = "float32"
 
 [engine]
-max_model_len = {context}
 tensor_parallel = 1
 device = "cpu"
 

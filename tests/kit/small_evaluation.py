@@ -52,7 +52,7 @@ class Small:
             f'taskset={{type="swebench", eval={{rows="{self.folder}/rows.jsonl"}}, recipes={{{recipes}}}, '
             "timeout_s=120.0}",
             f'sandbox={{type="tests.kit.toy:Checkout", repository="{self.folder}/calc"}}',
-            f'engine={{type="scripted", replies="{self.folder}/replies.json", max_model_len=8192}}',
+            f'engine={{type="scripted", replies="{self.folder}/replies.json"}}',
             'grader={type="swebench"}',
             'agent.tools=["replace", "submit"]',
             "agent.show_tools=true",
@@ -63,7 +63,7 @@ class Small:
             # the one decoding of demo.toml, with two attempts at each task
             "eval.decodings.greedy={temperature=0.5, max_tokens=300}",
             "poll_s=0.2",
-            "lease={beat_s=0.5, ttl_s=20.0}",
+            "lease.ttl_s=8.0",
         ]
 
     def rows(self, count: int) -> None:

@@ -18,9 +18,10 @@ from hpc_swe.roles.inference.supervisor import Supervisor
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 settings = json.loads(sys.argv[1])
 run = RunDir(Path(settings["run"]))
-leases = LeaseConfig(beat_s=0.1, ttl_s=60.0)  # nobody here dies by silence
+InferenceConfig.hang_s = settings["inference"].pop("hang_s", InferenceConfig.hang_s)
+leases = LeaseConfig(ttl_s=60.0)  # nobody here dies by silence
 try:
-    with Lease(run, "inference", "test", leases.beat_s) as lease:
+    with Lease(run, "inference", "test", beat_s=0.1) as lease:
         Supervisor(
             run=run,
             lease=lease,
@@ -30,6 +31,7 @@ try:
             poll_s=0.1,
             leases=leases,
             model=Path(settings["model"]),
+            context=settings["context"],
             host="127.0.0.1",
             turn=EngineTurn(Path(settings["turns"]), ranks=1) if settings["turns"] else None,
         ).serve()

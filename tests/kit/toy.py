@@ -66,8 +66,6 @@ RECIPES = {
     "toy/unittest": {
         "command": "python -m unittest -v",
         "log_parser": "parse_log_django",
-        "labels": "modules",
-        "root": "",
     },
     "toy/pytest": {"command": "python -m pytest -rA", "log_parser": "parse_log_pytest"},
     "toy/other": {"command": "python -m pytest -rA -v", "log_parser": "parse_log_gotest"},

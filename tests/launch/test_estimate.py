@@ -33,13 +33,12 @@ MODELS = shapes.SHAPES | {
     f"{layers} layers of {name}": shapes.SHAPES[name] | {"num_hidden_layers": layers}
     for layers, name in ((8, "8B"), (8, "30B-A3B"), (4, "30B-A3B"))
 }
-HALF_OF_14B = {"tensor_parallel": 2, "sequence_parallel": True, "recompute": "elementwise"}
+HALF_OF_14B = {"tensor_parallel": 2, "recompute": "elementwise"}
 HALF_OF_14B |= {"offload_optimizer": 0.9}
 SLURM = """
 [executor]
 type = "slurm"
 account = "lab"
-array_size = 10
 
 [executor.roles.learner]
 nodes = 2
@@ -154,9 +153,9 @@ def test_data_parallel_ranks_share_the_optimizer(shape):
         ("4B", 65536, {}, 139, "products"),
         ("4B", 16384, {}, 40, "full"),  # the least, although it does not fit
         ("4B", 65536, {"offload_optimizer": 1.0}, 79, "products"),
-        ("8B", 28672, {"tensor_parallel": 2, "sequence_parallel": True}, 139, "elementwise"),
-        ("8B", 28672, {"tensor_parallel": 4, "sequence_parallel": True}, 79, "elementwise"),
-        ("30B-A3B", 32768, {"tensor_parallel": 4, "sequence_parallel": True}, 139, "elementwise"),
+        ("8B", 28672, {"tensor_parallel": 2}, 139, "elementwise"),
+        ("8B", 28672, {"tensor_parallel": 4}, 79, "elementwise"),
+        ("30B-A3B", 32768, {"tensor_parallel": 4}, 139, "elementwise"),
         ("30B-A3B", 32768, {"expert_parallel": 8}, 139, "products"),
     ],
 )
@@ -327,7 +326,6 @@ def test_folder_holds_the_newest_versions_and_every_milestone(read):
         (["eval.every=30", "learner.checkpoint_s=0"], 2, 2),  # checkpoints of steps 30, 60 and 90
         (["eval.every=33", "learner.checkpoint_s=0"], 2, 0),
         (["eval.every=33"], 2, 2),
-        (["eval.every=5", "retention.keep_best=false"], 0, 0),
     ],
 )
 def test_the_best_weights_and_those_under_evaluation_are_counted(read, words, versions, checkpoints):
@@ -385,15 +383,15 @@ learner.close()
 
 
 def test_there_is_one_script_an_array(read, tmp_path):
-    config = read("counts.rollout=25", "policy.tensor_parallel=8")
+    config = read("counts.rollout=2500", "policy.tensor_parallel=8")
     found = preview.scripts(RunPlan(RunDir(tmp_path / "run"), config))
     heads = [script.splitlines()[0] for script in found if "rollout" in script.splitlines()[0]]
     assert heads == [
-        "### rollout: submission 1, 10 of 25 jobs",
-        "### rollout: submission 2, 10 of 25 jobs",
-        "### rollout: submission 3, 5 of 25 jobs",
+        "### rollout: submission 1, 1000 of 2500 jobs",
+        "### rollout: submission 2, 1000 of 2500 jobs",
+        "### rollout: submission 3, 500 of 2500 jobs",
     ]
-    assert "#SBATCH --array=0-4\n" in found[-2] + found[-1]
+    assert "#SBATCH --array=0-499\n" in found[-2] + found[-1]
 
 
 def test_a_hybrid_run_says_what_host_memory_its_halves_need(read):

@@ -15,14 +15,15 @@ from hpc_swe.base.records import RunManifest
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, stop_signs, submissions, supervision
 from hpc_swe.base.store.parquet import tasks
+from hpc_swe.cluster.executors.base import FOREGROUND
 from hpc_swe.config import config as configuration
 from hpc_swe.config.settings import StopConfig
 from hpc_swe.launch import control, create, existing, plan, submit
-from tests.kit.checkout import ROOT
+from tests.kit.checkout import ROOT, environment
 from tests.kit.waiting import DEADLINE_S, until
 
 ROLES = ["coordinator", "inference", "learner", "rollout", "reward"]
-NOBODY = [f"by_hand={ROLES}", *(f"counts.{role}=0" for role in ROLES)]
+NOBODY = [f"counts.{role}=0" for role in ROLES]
 
 
 @pytest.fixture
@@ -60,9 +61,9 @@ def command(*words, folder=ROOT, **env):
 
 def test_a_refused_continuation_names_the_file_of_the_run(tmp_path, read):
     run = RunDir(tmp_path / "run")
-    control.start(run, read("learner.optimizer.decay_share=0.3"))
-    with pytest.raises(ConfigError, match=f"^{run.config}: learner.optimizer.decay_steps = .* steps = 90000"):
-        configuration.from_words(["steps=90000"], existing.load(run), str(run.config))
+    control.start(run, read())
+    with pytest.raises(ConfigError, match=rf"^{run.config}: batches.microbatch_tokens = \d+ cannot hold"):
+        configuration.from_words(["rollout.context=90000"], existing.load(run), str(run.config))
 
 
 def test_start_makes_a_whole_run_that_is_private(tmp_path, read):
@@ -124,8 +125,8 @@ def test_a_run_keeps_the_keys_that_its_own_code_reads_until_it_is_upgraded(tmp_p
     tree = json.loads(run.config.read_bytes())
     del tree["learner"]["checkpoint_s"], tree["executor"]["environ"]  # as a release without them wrote it
     run.config.write_text(json.dumps(tree))
-    control.start(run, read("steps=99", "executor.pause_s=0.1"))
-    tree["steps"], tree["executor"]["pause_s"] = 99, 0.1
+    control.start(run, read("steps=99", "executor.share_gpus=true"))
+    tree["steps"], tree["executor"]["share_gpus"] = 99, True
     assert json.loads(run.config.read_bytes()) == tree
     with pytest.raises(ConfigError, match="learner.checkpoint_s is a key that the run's .*--upgrade"):
         control.start(run, read("learner.checkpoint_s=7"))
@@ -136,7 +137,7 @@ def test_a_run_keeps_the_keys_that_its_own_code_reads_until_it_is_upgraded(tmp_p
 def test_more_steps_than_a_decay_has_are_refused_with_the_reason(tmp_path, read):
     run, words = RunDir(tmp_path / "run"), ["learner.optimizer.decay_share=0.3"]
     control.start(run, read(*words, "steps=3"))
-    with pytest.raises(ConfigError, match="decay_steps: 3 -> 6.*start another run from its last weights"):
+    with pytest.raises(ConfigError, match="steps: 3 -> 6 .*start another run from the last weights"):
         control.start(run, read(*words, "steps=6"))
 
 
@@ -397,10 +398,17 @@ def test_a_stop_on_a_full_disk_is_one_error_that_says_what_goes_on(tmp_path, rea
 @pytest.mark.slow
 def test_foreground_jobs_end_with_the_launcher_whatever_kills_it(tmp_path, model):
     words = [f"model={model}", 'sandbox={type="process"}', "tasks.train=3", "tasks.eval=2", *NOBODY]
-    line = ["start", "configs/demo.toml", *words, "counts.reward=1", "executor.foreground=true"]
+    line = [
+        "start",
+        "configs/demo.toml",
+        *words,
+        "counts.reward=1",
+    ]
     run = RunDir(tmp_path / "run")
     launcher = subprocess.Popen(
-        [sys.executable, "-m", "hpc_swe.launch", *line, "--run", str(run.root), "--wait", "600"], cwd=ROOT
+        [sys.executable, "-m", "hpc_swe.launch", *line, "--run", str(run.root), "--wait", "600"],
+        cwd=ROOT,
+        env=environment() | {FOREGROUND: "1"},
     )
     until(lambda: run.config.exists() and any(run.nodes.iterdir()))
     config = existing.load(run)

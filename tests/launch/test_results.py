@@ -34,7 +34,7 @@ def command(*words):
 
 def make_run(root, model, *words) -> RunDir:
     os.umask(0o077)
-    nobody = [f"by_hand={ROLES}", *(f"counts.{role}=0" for role in ROLES)]
+    nobody = [f"counts.{role}=0" for role in ROLES]
     overrides = [
         f"model={model}",
         'sandbox={type="process"}',

@@ -42,7 +42,7 @@ def read(tmp_path):
 
     def config(*words, rows=(ONE_CALL,), model="hermes"):
         file = write(tmp_path / "rows.jsonl", rows)
-        fixed = [f"model={tmp_path / model}", "rollout.context=4000", "engine.max_model_len=4000"]
+        fixed = [f"model={tmp_path / model}", "rollout.context=4000"]
         fixed += ["batches.microbatch_tokens=4000", f'sft={{trajectories=["{file}"]}}']
         files = [ROOT / "configs/demo.toml", ROOT / "configs/demo_sft.toml"]
         return configuration.read(*files, overrides=[*fixed, *words])
@@ -256,13 +256,13 @@ def test_a_thought_where_the_prompt_ends_an_empty_one_is_refused(read):
 
 def test_a_share_of_the_tasks_is_held_out_and_never_trained(read):
     rows = [_about(f"task {n % 10}", f"question {n}") for n in range(40)]
-    config = read("sft.validation_share=0.2", "sft.validate_every=1", rows=rows)
+    config = read("sft.validation_share=0.2", "eval.every=1", rows=rows)
     found = trajectories.take(config)
     tasks = {split: {t.task_id for t in found if t.split == split} for split in ("train", "eval")}
     assert (len(tasks["train"]), len(tasks["eval"])) == (8, 2)
     assert not tasks["train"] & tasks["eval"]
     assert found == trajectories.take(config)
-    other = trajectories.take(read("seed=9", "sft.validation_share=0.2", "sft.validate_every=1", rows=rows))
+    other = trajectories.take(read("seed=9", "sft.validation_share=0.2", "eval.every=1", rows=rows))
     assert [t.split for t in other] != [t.split for t in found]
 
 
@@ -272,7 +272,7 @@ def _about(task, text):
 
 def test_a_conversation_that_is_trained_may_not_be_validated_with(read, tmp_path):
     held_out = write(tmp_path / "held.jsonl", [TWO_CALLS, ONE_CALL])
-    words = [f'sft.validation=["{held_out}"]', "sft.validate_every=2"]
+    words = [f'sft.validation=["{held_out}"]', "eval.every=2"]
     with pytest.raises(
         ConfigError, match=r"held.jsonl: row 2: sft.validation: the same conversation as .*rows.jsonl: row 1"
     ):
@@ -285,10 +285,9 @@ def test_a_conversation_that_is_trained_may_not_be_validated_with(read, tmp_path
     ("words", "message"),
     [
         (["sft.trajectories=[]", "sft.epochs=1"], "epochs and validation need"),
-        (["sft.validate_every=2"], "set validate_every and validation"),
-        (["sft.validation_share=0.5"], "set validate_every and validation"),
+        (["sft.validation_share=0.5", "eval.every=0"], "eval.every = 0: sft.validation and"),
         (
-            ["sft.validation_share=0.5", 'sft.validation=["x"]', "sft.validate_every=1"],
+            ["sft.validation_share=0.5", 'sft.validation=["x"]'],
             "validation names files",
         ),
         (['rollout.history="template"'], "trajectories are trained as episodes"),
@@ -299,11 +298,11 @@ def test_keys_that_contradict_each_other_are_refused(read, words, message):
         read(*words)
 
 
-def test_epochs_become_steps_and_the_length_of_the_decay(read, tmp_path):
+def test_epochs_become_steps(read, tmp_path):
     rows = [_about("", f"question {n}") for n in range(7)]
-    config = read("sft.epochs=3", "sft.samples_per_step=4", "learner.optimizer.decay_share=0.3", rows=rows)
+    config = read("sft.epochs=3", "sft.samples_per_step=4", rows=rows)
     found = trajectories.resolved(RunDir(tmp_path), config, trajectories.take(config))
-    assert (found.steps, found.learner.optimizer.decay_steps) == (6, 6)
+    assert found.steps == 6
     again = configuration.build(configuration.dump(found), "run.json")
     assert again == found
 

@@ -36,7 +36,7 @@ from tests.kit.toy_model import CONTROL, HERMES, make_model
 
 REPLY = 'I look.\n<tool_call>\n{"name": "view", "arguments": {"path": "m.py"}}\n</tool_call>'
 WORDS = ['sandbox={type="process"}', "agent.show_tools=true"]
-WORDS += [f"{key}=4000" for key in ("rollout.context", "engine.max_model_len", "batches.microbatch_tokens")]
+WORDS += [f"{key}=4000" for key in ("rollout.context", "batches.microbatch_tokens")]
 
 
 @pytest.fixture

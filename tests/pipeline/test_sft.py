@@ -74,11 +74,11 @@ def configured(folder: Path, *more: str) -> RunConfig:
         f"sft={{{', '.join(files)}}}",
         f"sft.epochs={EPOCHS}",
         f"sft.samples_per_step={SIZE}",
-        f"sft.validate_every={EVERY}",
+        f"eval.every={EVERY}",
         'policy={device="cpu", tensor_parallel=1, dtype="float32"}',
         "learner={checkpoint_every=1000, export_every=1000}",
         "learner.optimizer={lr=3e-3}",
-        "lease={beat_s=0.5, ttl_s=20.0}",
+        "lease.ttl_s=8.0",
         "poll_s=0.2",
     ]
     demo = [ROOT / "configs/demo.toml", ROOT / "configs/demo_sft.toml"]
@@ -91,7 +91,8 @@ def trained(folder):
     config = configured(
         folder,
         f'policy={{type="tests.kit.hanging:HangingMegatron", fifos="{folder}"}}',
-        "supervision={stuck_s=20, tries=9}",
+        "supervision.stuck_s=20",
+        "max_restarts=9",
         "learner.checkpoint_s=0",
     )
     run = RunDir(folder / "run")

@@ -23,14 +23,15 @@ pytestmark = pytest.mark.slow
 def words(small: Small, tries: int) -> list[str]:
     taskset = next(word for word in small.words if word.startswith("taskset"))
     fifos = f'fifos="{small.folder}"'
-    engine = f'replies="{small.folder}/replies.json", max_model_len=8192, {fifos}'
+    engine = f'replies="{small.folder}/replies.json", {fifos}'
     return [
         taskset.replace("timeout_s=120.0", "timeout_s=8.0"),
         f'sandbox={{type="tests.kit.hanging:HangingCheckout", repository="{small.folder}/calc", {fifos}}}',
         f'engine={{type="tests.kit.hanging:HangingEngine", {engine}}}',
-        f"supervision={{stuck_s=4, tries={tries}}}",
-        "lease={beat_s=0.3, ttl_s=3.0}",
-        "inference.start_timeout_s=8.0",
+        "supervision.stuck_s=4",
+        f"max_restarts={tries}",
+        "lease.ttl_s=3.0",
+        "engine.load_timeout_s=8.0",
         "rollout.episode_timeout_s=8.0",
         "agent.tool_budget_s=7.0",
     ]

@@ -216,7 +216,7 @@ class ExitStatus(StrEnum):
 
 
 class EngineStages(Record, frozen=True, kw_only=True):
-    """Requests to engines spent these seconds in the stages of an engine, by its own clock, in total."""
+    """Requests to engines took these seconds in the stages of an engine, by its own clock, in total."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0

@@ -34,6 +34,8 @@ RUNTIME = "hpc_swe/cluster/executors/runtime.sh"
 MARK = "HPC_SWE_JOB"  # what all processes of a job of this machine inherit: role, submission and run folder
 INTERPRETER = "HPC_SWE_PYTHON"
 """The variable that names the Python of jobs; a start sets it, and the scripts in sbatch/ obey it."""
+FOREGROUND = "HPC_SWE_FOREGROUND"
+"""A command that sets this variable has jobs of this machine end with it, whatever signal ends it."""
 SECRET = re.compile(
     r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|USERNAME|(^|_)(API)?KEYS?(_|$)|(^|_)AUTH(_|$)"
 )
@@ -111,12 +113,14 @@ class Executor(ABC):
 
     is_here: ClassVar[bool]
     """Jobs run on the machine that submits them."""
-    pause_s: float
-    """Seconds between two checks of `launch start --wait`."""
-    array_size: int
+    pause_s: ClassVar[float]
+    """Longest time between two checks of a command that waits for the run."""
+    array_size: ClassVar[int]
     """Largest number of jobs in one submission."""
-    foreground: bool = False
-    """Jobs end with the process that submitted them; only an executor whose jobs are here may set it."""
+
+    def pause(self, waited_s: float) -> float:
+        """Return the seconds until the next check of a command that has waited so long."""
+        return min(self.pause_s, 0.5 + waited_s / 10)
 
     @abstractmethod
     def check(self, submission: Submission) -> None:

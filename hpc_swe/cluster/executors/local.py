@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, get_args
 
 from msgspec import Meta
 
@@ -24,6 +24,7 @@ from hpc_swe.base.records import Role
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import submissions
 from hpc_swe.cluster.executors.base import (
+    FOREGROUND,
     MARK,
     Executor,
     GpuGrant,
@@ -48,6 +49,8 @@ class Local(Plugin, Executor, frozen=True, kw_only=True):
     """Start one process of this machine per job; it outlives the command that started it."""
 
     is_here: ClassVar[bool] = True
+    pause_s: ClassVar[float] = 0.5
+    array_size: ClassVar[int] = 1
     gpus: dict[Role, Annotated[int, Meta(ge=0)]] = {}
     """GPUs of each job of a role, for example {learner = 1, inference = 1}. No other role sees a GPU."""
     share_gpus: bool = False
@@ -58,12 +61,6 @@ class Local(Plugin, Executor, frozen=True, kw_only=True):
     """File of containers/build_runtime.sh, from which jobs run; empty: from the environment of the start."""
     environ: dict[str, str] = {}
     """Environment variables of each job. Never a secret: the run folder stores them."""
-    foreground: bool = False
-    """Jobs end with the process that submitted them, whatever signal ends it."""
-    pause_s: float = 0.5
-    """Seconds between two checks of a command that waits for the run."""
-    array_size: Literal[1] = 1
-    """Jobs of one submission: one."""
 
     def __post_init__(self) -> None:
         check_environ(self.environ)
@@ -95,11 +92,11 @@ class Local(Plugin, Executor, frozen=True, kw_only=True):
         return GpuGrant(count, f"gpus.{role} = {count}", memory_gib() if count else 0.0)
 
     def script(self, run: RunDir, submission: Submission) -> str:
-        bound = ["--while", _id(os.getpid())] if self.foreground else []
+        bound = ["--while", _id(os.getpid())] if FOREGROUND in os.environ else []
         return "\n".join(job_script(submission, self.setup, self.environ, bound, self.runtime))
 
     def submit(self, run: RunDir, submission: Submission) -> str:
-        """Start the job; unless `foreground` is set it outlives this process."""
+        """Start the job; unless FOREGROUND is set it outlives this process."""
         folder = run.logs(submission.role)
         folder.mkdir(parents=True, exist_ok=True)
         asked, mark = self.gpus.get(submission.role, 0), f"{submission.role}:{submission.number}:{run.root}"

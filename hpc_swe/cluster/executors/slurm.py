@@ -88,6 +88,9 @@ class Slurm(Plugin, Executor, frozen=True, kw_only=True):
     """Submit one array of jobs per submission; the coordinator and the learner are singletons."""
 
     is_here: ClassVar[bool] = False
+    pause_s: ClassVar[float] = 15.0
+    array_size: ClassVar[int] = 1000  # below MaxArraySize, which is 1001 unless a cluster says otherwise
+    answer_s: ClassVar[float] = 120.0  # that each of Slurm's commands may take
     partition: str = ""
     """Slurm partition of all roles that name none; empty is the cluster's default."""
     account: str = ""
@@ -98,8 +101,6 @@ class Slurm(Plugin, Executor, frozen=True, kw_only=True):
     """Further options of sbatch for all jobs, for example qos = "long"."""
     notice_s: Annotated[int, Meta(ge=0)] = 120
     """Seconds before its walltime at which a job is warned: more than a step and a checkpoint take."""
-    array_size: Annotated[int, Meta(gt=0)] = 1000
-    """Largest number of jobs in one array; at most the cluster's MaxArraySize - 1."""
     roles: dict[Role, Resources] = {}
     """Resources of the jobs of each role."""
     setup: list[str] = []
@@ -108,10 +109,6 @@ class Slurm(Plugin, Executor, frozen=True, kw_only=True):
     """File of containers/build_runtime.sh, from which jobs run; empty: from the environment of the start."""
     environ: dict[str, str] = {}
     """Environment variables of each job. Never a secret: the run folder and the batch scripts store them."""
-    pause_s: float = 15.0
-    """Seconds between two checks of a command that waits for the run."""
-    answer_s: Annotated[float, Meta(gt=0)] = 60.0
-    """Seconds that each of Slurm's commands may take."""
 
     def __post_init__(self) -> None:
         base.check_environ(self.environ)
@@ -265,7 +262,7 @@ class Slurm(Plugin, Executor, frozen=True, kw_only=True):
         return str(done.stdout)
 
     def _timed_out(self, command: str) -> SchedulerError:
-        return SchedulerError(f"{command}: no answer in [executor] answer_s = {self.answer_s:g} s")
+        return SchedulerError(f"{command}: no answer in {self.answer_s:g} s")
 
     def _resources(self, role: Role) -> Resources:
         return self.roles.get(role, Resources())

@@ -19,7 +19,7 @@ from hpc_swe.base import cli, tables
 from hpc_swe.base.errors import ConfigError, HpcSweError
 from hpc_swe.config import config as configuration
 from hpc_swe.launch.doctor import examine, srun
-from hpc_swe.launch.doctor.examine import ask_slurm, computing, largest_array, resolve, table, wanted
+from hpc_swe.launch.doctor.examine import ask_slurm, computing, resolve, table, wanted
 from hpc_swe.launch.doctor.findings import Finding, PartitionNeeds
 from hpc_swe.launch.doctor.srun import ProbeSetup
 
@@ -51,7 +51,7 @@ def diagnose(arguments: argparse.Namespace) -> list[Finding]:
         finding = Finding("Slurm", "warning", str(error), remedy, "this machine")
         return [finding, *found, *srun.probe_this_machine(setup, sum(work.values(), ()))]
     else:
-        jobs = largest_array(config, executor) if config else 0
+        jobs = max(config.counts.values(), default=1) if config else 0
         probed = resolve(cluster, needs, arguments.nodes)
         return [*found, *examine.examine(cluster, probed, jobs, setup)]
     finally:

@@ -85,12 +85,6 @@ def job_needs(config: RunConfig) -> dict[Role, JobNeeds]:
     return found
 
 
-def largest_array(config: RunConfig, executor: dict[str, Any]) -> int:
-    """Return the number of jobs in the largest array that the executor submits."""
-    limit: int = executor.get("array_size", 10**9)
-    return min(max(config.counts.values(), default=1), limit)
-
-
 def cores(config: RunConfig) -> Iterator[Finding]:
     """Yield the findings about slots of workers that are more than their cores serve."""
     crowded = estimate.crowded(config, estimate.jobs(config), len(os.sched_getaffinity(0)))

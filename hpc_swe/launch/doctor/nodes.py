@@ -277,7 +277,7 @@ def visibility(probes: Sequence[Probe]) -> Finding:
     """Check how long one node's rename takes to show in another's listing."""
     slowest = max(peer.visible_ms for probe in probes for peer in probe.peers)
     verdict = _grade(slowest, VISIBLE_WARNING_MS, VISIBLE_FAULT_MS)
-    remedy = "mount with a shorter attribute cache (NFS: actimeo=1), and raise lease.beat_s"
+    remedy = "mount with a shorter attribute cache (NFS: actimeo=1), and raise lease.ttl_s"
     return Finding("rename latency", verdict, f"another node sees one after {slowest:.1f} ms", remedy)
 
 

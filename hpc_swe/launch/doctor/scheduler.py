@@ -159,7 +159,7 @@ def arrays(cluster: Cluster, jobs: int) -> Finding:
     if largest >= (jobs or MANY_JOBS):
         return Finding("MaxArraySize", "ok", f"arrays of up to {largest} jobs")
     wanted = f"an array of {jobs} jobs is needed" if jobs else f"a role may need {MANY_JOBS} jobs"
-    remedy = f"MaxArraySize={max(jobs, 1001)} in slurm.conf, or executor.array_size = {largest}"
+    remedy = f"MaxArraySize={max(jobs, 1001)} in slurm.conf, or lower counts"
     verdict: Severity = "fault" if jobs else "warning"
     return Finding("MaxArraySize", verdict, f"MaxArraySize={largest}, and {wanted}", remedy)
 

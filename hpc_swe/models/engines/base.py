@@ -90,8 +90,7 @@ class Weights:
 class Engine(ABC):
     """Start an engine's server, and talk to it. The methods may be called from many threads."""
 
-    max_model_len: int
-    """Largest number of tokens of prompt and completion together."""
+    load_timeout_s: float = 600.0  # until an engine has started, or answers while weights are updated
     stop_token_ids: Sequence[int] = ()
     """Stop tokens beside those that the model's folder names."""
     return_routing: bool = False
@@ -102,10 +101,13 @@ class Engine(ABC):
     """The engine reads the model's weights, so they must be complete."""
 
     @abstractmethod
-    def command(self, model: Path, host: str, port: int, name: str) -> Sequence[str]:
-        """Return the command that serves folder `model` under `name`; raise ConfigError if one is missing."""
+    def command(self, model: Path, host: str, port: int, name: str, context: int) -> Sequence[str]:
+        """Return the command that serves folder `model` under `name` with `context` tokens at most.
 
-    def serving(self, model: Path, name: str) -> Sequence[str]:
+        Raise ConfigError if the folder or the program is missing.
+        """
+
+    def serving(self, model: Path, name: str, context: int) -> Sequence[str]:
         """Return the command that serves a folder to any client, outside a run; empty if none does."""
         return []
 
@@ -166,7 +168,7 @@ class Engine(ABC):
         """Return how many GPUs one engine computes on; None where that is unknown."""
         return None
 
-    def check_model(self, model: Path) -> None:  # noqa: B027
+    def check_model(self, model: Path, context: int) -> None:  # noqa: B027
         """Raise ConfigError, with one line for each key that does not fit, unless the model can be served."""
 
     def memory(self, model: Path, context: int) -> MemoryEstimate | None:

@@ -1,7 +1,7 @@
 """Serve prepared replies over the routes of our vLLM, for tests.
 
 Everything but the sampling is real: the client, the token on every route, the pause around an update, the
-stamps. `python -m hpc_swe.models.engines.scripted HOST PORT REPLIES MODEL MAX_MODEL_LEN` is the server.
+stamps. `python -m hpc_swe.models.engines.scripted HOST PORT REPLIES MODEL CONTEXT` is the server.
 """
 
 import io
@@ -37,6 +37,10 @@ from hpc_swe.models.engines._vllm.gate import SAMPLE
 from hpc_swe.models.engines.vllm import Vllm
 
 SCORE = -1.0  # log-probability of every scored token
+FAULTS = "SCRIPTED_FAULTS"
+"""A variable of words for [engine] environ. plain: serve no routes for updates, as an engine that somebody
+else runs may do. one_way: fail when the weights before are to be loaded again. A number: seconds that a swap
+of weights takes."""
 
 
 class ScriptedReply(Record, frozen=True, kw_only=True):
@@ -61,15 +65,12 @@ class Scripted(Vllm, frozen=True, kw_only=True):
     device: Literal["gpu", "cpu"] = "cpu"
     replies: str
     """Path of a JSON list of `ScriptedReply`."""
-    faults: list[str] = []
-    """plain: serve no routes for updates, as an engine that somebody else runs may do. one_way: fail when the
-    weights before are to be loaded again. A number: seconds that a swap of weights takes."""
 
-    def command(self, model: Path, host: str, port: int, name: str) -> Sequence[str]:
+    def command(self, model: Path, host: str, port: int, name: str, context: int) -> Sequence[str]:
         if not Path(self.replies).is_file():
             raise ConfigError(f"[engine] replies = {self.replies!r}: no such file")
-        words = [host, str(port), self.replies, str(model), str(self.max_model_len)]
-        return [sys.executable, "-m", "hpc_swe.models.engines.scripted", *words, *self.faults]
+        words = [host, str(port), self.replies, str(model), str(context)]
+        return [sys.executable, "-m", "hpc_swe.models.engines.scripted", *words]
 
 
 class _Update(Struct, frozen=True):
@@ -218,12 +219,12 @@ def _routing(ids: Sequence[int]) -> bytes:
     return file.getvalue()
 
 
-def main(host: str, port: str, replies: str, model: str, *rest: str) -> None:
+def main(host: str, port: str, replies: str, model: str, context: str) -> None:
     """Serve until killed."""
-    max_model_len, *options = rest
+    options = os.environ.get(FAULTS, "").split()
     update_s = sum(float(word) for word in options if word not in ("plain", "one_way"))
     found = msgspec.json.decode(Path(replies).read_bytes(), type=list[ScriptedReply])
-    card = ModelCard(model, int(max_model_len))
+    card = ModelCard(model, int(context))
     flags = ("plain" in options, update_s, "one_way" in options)
     state = _State(cycle(found), os.environ[TOKEN], card, *flags)
     ThreadingHTTPServer((host, int(port)), partial(_Handler, state)).serve_forever()

@@ -62,8 +62,6 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
     """Run `vllm serve` as a child process."""
 
     loads_weights: ClassVar[bool] = True
-    max_model_len: int = 32768
-    """Tokens of prompt and completion together."""
     max_num_seqs: int = 64
     """Requests that one forward pass may serve."""
     kv_cache_bytes: int = 0
@@ -74,8 +72,6 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
     """Type of weights and activations; auto is what the model's config.json says."""
     tensor_parallel: Annotated[int, Meta(ge=1)] = 1
     """GPUs, or CPU workers, that share each layer."""
-    enforce_eager: bool = False
-    """Run without CUDA graphs: slower, but ready sooner."""
     device: Literal["gpu", "cpu"] = "gpu"
     """Device of the model; gpu needs `tensor_parallel` GPUs, and the engine does not start with fewer."""
     stop_token_ids: list[int] = []
@@ -87,8 +83,9 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
     """How tokens are proposed of which one forward pass checks several; empty: none are. ngram: those that
     followed the same tokens earlier in prompt or answer, which is fast where answers repeat text, as edits
     do. The distribution and its log-probabilities stay the model's. It needs numba."""
-    update_timeout_s: float = 300.0
-    """Seconds to wait for an answer while weights are updated or probed; a slower engine is replaced."""
+    load_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
+    """Seconds until an engine is healthy, after its start and after its connection was lost, and until it
+    answers while weights are updated or probed; a slower engine is replaced."""
     kv_on_update: Literal["recompute", "keep"] = "recompute"
     """What happens to cached keys and values when weights change. recompute: they are computed again with the
     new weights. keep: running requests, and later ones that extend the same conversation, go on at once from
@@ -101,7 +98,7 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
     extra: list[str] = []
     """More arguments of vllm serve."""
 
-    def command(self, model: Path, host: str, port: int, name: str) -> Sequence[str]:
+    def command(self, model: Path, host: str, port: int, name: str, context: int) -> Sequence[str]:
         if not (model / "config.json").is_file():
             raise ConfigError(f"[engine] model = {str(model)!r}: no config.json there; name a model's folder")
         options = {
@@ -109,7 +106,7 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
             "port": port,
             "served-model-name": name,
             "dtype": self.dtype,
-            "max-model-len": self.max_model_len,
+            "max-model-len": context,
             "max-num-seqs": self.max_num_seqs,
             "tensor-parallel-size": self.tensor_parallel,
             "generation-config": "vllm",
@@ -129,7 +126,7 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
         if self.tensor_parallel == 1:
             options["distributed-executor-backend"] = "uni"
         flags = ["--tokens-only", "--disable-uvicorn-access-log"]
-        flags += ["--enforce-eager"] if self.enforce_eager else []
+        flags += ["--enforce-eager"] if self.device == "cpu" else []
         flags += ["--enable-return-routed-experts"] if self.return_routing else []
         pairs = [part for key, value in options.items() for part in (f"--{key}", str(value))]
         beside = Path(sys.executable).with_name("vllm")
@@ -138,11 +135,11 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
             raise ConfigError(f"[engine] program: no vllm beside {sys.executable} nor on PATH; name its path")
         return [program, "serve", str(model), *pairs, *flags, *self.extra]
 
-    def serving(self, model: Path, name: str) -> Sequence[str]:
+    def serving(self, model: Path, name: str, context: int) -> Sequence[str]:
         options = {
             "served-model-name": name,
             "dtype": self.dtype,
-            "max-model-len": self.max_model_len,
+            "max-model-len": context,
             "tensor-parallel-size": self.tensor_parallel,
             "generation-config": "vllm",
         }
@@ -163,8 +160,8 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
     def build_problem(self, found: Builds) -> str:
         return "" if self.program else vllm_problem(self.device, found)  # a program brings its own packages
 
-    def check_model(self, model: Path) -> None:
-        vllm_memory.check(model, self.tensor_parallel, self.max_model_len)
+    def check_model(self, model: Path, context: int) -> None:
+        vllm_memory.check(model, self.tensor_parallel, context)
         if has_delta_nets(read_config(model)) and not self.program and not find_spec("torchvision"):
             raise ConfigError(
                 f"[engine] vLLM imports torchvision for the model_type of {model / 'config.json'}; install "
@@ -216,10 +213,10 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
         return ["--enable-sleep-mode"] if self.device == "gpu" else []  # a CPU's workers only pause
 
     def sleep(self, url: str, token: str) -> float | None:
-        return vllm_sleep.sleep(url, token, self.update_timeout_s)
+        return vllm_sleep.sleep(url, token, self.load_timeout_s)
 
     def wake(self, url: str, token: str) -> None:
-        vllm_sleep.wake(url, token, self.update_timeout_s)
+        vllm_sleep.wake(url, token, self.load_timeout_s)
 
     def inspect(self, url: str, token: str) -> EngineInfo:
         """Read /v1/models and /server_info.
@@ -304,7 +301,7 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
         The engine computes them before other requests, and for `swap_s` seconds it may compute nothing.
         Raise EngineError when their number is wrong, or one is missing or not finite.
         """
-        wait = (swap_s + min(ANSWER_TIMEOUT_S, self.update_timeout_s), swap_s + self.update_timeout_s)
+        wait = (swap_s + min(ANSWER_TIMEOUT_S, self.load_timeout_s), swap_s + self.load_timeout_s)
         answer = self._request(url, token, list(token_ids), GREEDY, wait, prompt_logprobs=0)
         if answer.prompt_logprobs is None:
             raise EngineError(f"{url}: no log-probabilities of the prompt")
@@ -360,7 +357,7 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
 
     def _ask(self, url: str, token: str, probe: ProbeScore) -> "Future[list[float]]":
         pool = ThreadPoolExecutor(1, "probe")
-        scores = pool.submit(self.score, url, token, probe.token_ids, swap_s=self.update_timeout_s)
+        scores = pool.submit(self.score, url, token, probe.token_ids, swap_s=self.load_timeout_s)
         pool.shutdown(wait=False)  # an engine that hangs is replaced before it answers
         return scores
 
@@ -377,7 +374,7 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
             )
 
     def _routes(self, url: str, token: str) -> UpdateRoutes:
-        return UpdateRoutes(url, token, self.update_timeout_s, clears=self.kv_on_update == "recompute")
+        return UpdateRoutes(url, token, self.load_timeout_s, clears=self.kv_on_update == "recompute")
 
     def _get(self, url: str, token: str, path: str, absent: bytes | None = None) -> bytes:
         try:

@@ -64,7 +64,7 @@ class LossConfig(Record, frozen=True, kw_only=True):
     """Weight of the entropy bonus."""
 
 
-class OptimizerConfig(Record, frozen=True, kw_only=True):
+class OptimizerTable(Record, frozen=True, kw_only=True):
     """Set the parameters of AdamW as Megatron runs it; vectors such as norms and biases do not decay."""
 
     lr: Annotated[float, Meta(ge=0)] = 1e-6
@@ -72,10 +72,9 @@ class OptimizerConfig(Record, frozen=True, kw_only=True):
     warmup_steps: Annotated[int, Meta(ge=0)] = 10
     """Step n of the warm-up uses n / warmup_steps of `lr`, while the running means of AdamW are of few steps;
     0 is none."""
-    decay_steps: Annotated[int, Meta(ge=0)] = 0
-    """0 means the run's `steps`; a smaller number than those is refused, because the rate is 0 after it."""
     decay_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """Last share of `decay_steps` over which the rate falls linearly towards 0; 0 keeps it constant."""
+    """Last share of `steps` over which the rate falls linearly towards 0, so that a run keeps its `steps`; 0
+    keeps the rate constant."""
     weight_decay: Annotated[float, Meta(ge=0)] = 0.01
     """Weight decay of matrices, decoupled from the gradient."""
     beta1: ClassVar[float] = 0.9  # decay rate of the running mean of gradients, as everywhere
@@ -89,6 +88,13 @@ class OptimizerConfig(Record, frozen=True, kw_only=True):
     minibatches: Annotated[int, Meta(ge=1)] = 1
     """Optimizer steps of one pass, each on its share of the batch's episodes; at most one per episode. The
     coordinator divides them, and the batch says so."""
+
+
+class OptimizerConfig(OptimizerTable, frozen=True, kw_only=True):
+    """Hold the table, and what else a policy needs of the run."""
+
+    steps: int = 0
+    """Steps of the whole run, by which a decay ends."""
 
 
 @dataclass(frozen=True)

@@ -169,11 +169,10 @@ class Maintenance:
     def clean_up(self, snapshot: RunSnapshot, kept_steps: Set[int] = frozenset()) -> None:
         """Delete superseded folders once per beat, and files of dead processes six times an hour.
 
-        Weights and checkpoints of `kept_steps` are not deleted if `retention.keep_best` is set.
+        Weights and checkpoints of `kept_steps` are not deleted.
         """
-        kept = kept_steps if self._kept.keep_best else frozenset()
         if self._is_due("retain", self._lease.beat_s, snapshot.now):
-            for folder in retention.superseded(self._run, self._kept, snapshot.nodes, kept):
+            for folder in retention.superseded(self._run, self._kept, snapshot.nodes, kept_steps):
                 if self.is_outdated(snapshot.now):  # removing the one before has taken long
                     return
                 log.info("removed %s", folder.name)

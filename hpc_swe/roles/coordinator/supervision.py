@@ -19,7 +19,6 @@ from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, supervision, weights
 from hpc_swe.base.store.lease import Lease
 from hpc_swe.base.store.supervision import ClockMemory, Clocks, RunPart, StuckProcess
-from hpc_swe.config.settings import SupervisionConfig
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
 
 KEPT_VERDICTS = 20  # stacks of older ones are deleted
@@ -107,9 +106,10 @@ class Supervision:
     lease: Lease
     """The coordinator's own; its watchdog sees there that the main loop turns."""
     run: RunDir
-    config: SupervisionConfig
     limits: Mapping[Role, float]
-    """Role -> seconds without an accomplishment after which a part of it is stuck."""
+    """Role -> seconds without an accomplishment after which a part of it is stuck; empty: none ever is."""
+    tries: int
+    """Restarts without progress in between after which the run is given up."""
     roles: Sequence[Role]
     steps: int
     beat_s: float
@@ -135,7 +135,7 @@ class Supervision:
     @property
     def longest_s(self) -> float:
         """Return the longest time without progress after which a part is restarted; 0 if none ever is."""
-        return max(self._limits().values()) if self.config.stuck_s else 0.0
+        return max(self._limits().values(), default=0.0)
 
     def look(self, snapshot: RunSnapshot, progress: Progress) -> None:
         """Look at the run if a look is due.
@@ -147,7 +147,7 @@ class Supervision:
             self._give_up(snapshot.why_refused)
         if self._verdict.gave_up:
             self._stop(snapshot)
-        elif self.config.stuck_s and snapshot.now >= self._due:
+        elif self.limits and snapshot.now >= self._due:
             self._due = snapshot.now + self.beat_s
             self._look(snapshot, progress)
 
@@ -170,7 +170,7 @@ class Supervision:
         verdict = supervision.Verdict(number=number, role="inference", reason=reason, gave_up=True)
         supervision.publish(self.run, verdict)
         self._verdict = verdict
-        log.error("%s", verdict.message(self.config.tries))
+        log.error("%s", verdict.message(self.tries))
 
     def _stop(self, snapshot: RunSnapshot) -> None:
         """Stop the run once the watchdogs have ended the stuck processes, or at once after a restart.
@@ -180,11 +180,12 @@ class Supervision:
         named = {each.owner for each in self._verdict.processes}
         if snapshot.now >= self._stop_at or named.isdisjoint(node.owner for node in snapshot.nodes):
             atomic.write(self.run.stop, b"")
-            raise StuckRun(f"{self.run.root}: {self._verdict.message(self.config.tries)}")
+            raise StuckRun(f"{self.run.root}: {self._verdict.message(self.tries)}")
 
     def _limits(self) -> dict[Role, float]:
         """Return the limits of this try: a step that is honest and slow is repeated, so it gets more time."""
-        return {**self.limits, "learner": self.limits["learner"] * (1 + self._verdict.tries)}
+        factor = 1 + self._verdict.tries
+        return {role: limit * (factor if role == "learner" else 1) for role, limit in self.limits.items()}
 
     def _look(self, snapshot: RunSnapshot, progress: Progress) -> None:
         found = parts(snapshot, progress.step, self.steps, self.roles, self._limits())
@@ -217,15 +218,15 @@ class Supervision:
         still_s = self._clocks.still[stuck[0].name].seconds
         reasons = "; ".join(dict.fromkeys(part.reason for part in stuck[:3]))
         reason = f"no progress for {still_s:.0f} s: {reasons}"
-        tries = self.config.tries
-        verdict = supervision.following(self._verdict, stuck[0].role, processes_of(stuck), reason, tries)
+        named = processes_of(stuck)
+        verdict = supervision.following(self._verdict, stuck[0].role, named, reason, self.tries)
         if verdict.gave_up:
             verdict = msgspec.structs.replace(verdict, processes=processes_of(every))
         supervision.publish(self.run, verdict)  # if it fails, the next look judges again
         self._verdict = verdict
         self._clocks.restart()
         self._stop_at = now + LAST_STACKS_S
-        log.error("%s", verdict.message(tries))
+        log.error("%s", verdict.message(self.tries))
         for name in atomic.names(self.run.stacks):
             if name < f"{self._verdict.number - KEPT_VERDICTS:06d}":
                 (self.run.stacks / name).unlink(missing_ok=True)

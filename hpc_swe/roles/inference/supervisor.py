@@ -69,6 +69,8 @@ class Supervisor:
     leases: LeaseConfig
     model: Path
     """Served until a version is published."""
+    context: int
+    """Most tokens of a prompt and its completion together."""
     host: str
     """Name or address by which rollout workers reach this node."""
     turn: EngineTurn | None = None
@@ -149,7 +151,7 @@ class Supervisor:
         port = free_port(self.host)
         url = f"http://{self.host}:{port}"
         output = self.run.logs("inference") / f"{self.lease.owner}.engine.log"
-        command = [*self.engine.command(folder, self.host, port, self.run.root.name)]
+        command = [*self.engine.command(folder, self.host, port, self.run.root.name, self.context)]
         if self.turn:
             command += self.engine.sleep_arguments or ()
         log.info("starting %s at %s, output in %s", folder, url, output)
@@ -214,7 +216,7 @@ class Supervisor:
 
     def _is_healthy_in_time(self, served: ServedEngine) -> bool:
         """Wait until the engine is healthy; return False when the supervisor must end meanwhile."""
-        timeout_s = self.config.start_timeout_s
+        timeout_s = self.engine.load_timeout_s
         deadline = time.monotonic() + timeout_s
         while not self.engine.is_healthy(served.url):
             served.require_starting()

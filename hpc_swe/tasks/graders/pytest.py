@@ -11,6 +11,7 @@ that is skipped, or fails as expected, does not count if it ends so without any 
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from msgspec.structs import replace
 
@@ -48,8 +49,7 @@ class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
 
     unresolved_reward: float = 0.0
     cheated_reward: float = -1.0
-    sealed: bool = True
-    """Whether expected values stay outside the sandbox."""
+    sealed: ClassVar[bool] = True  # expected values stay outside the sandbox
     accept_unsealed: bool = False
     """Whether runs take checked tasks of which no expected value can stay outside; else they are unsealed."""
 

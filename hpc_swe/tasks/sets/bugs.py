@@ -9,6 +9,7 @@ import itertools
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from hpc_swe.base.loader import Plugin
 from hpc_swe.base.records import Message, Split, Task, TestPlan
@@ -56,8 +57,7 @@ class Bug:
 class Bugs(Plugin, Taskset, frozen=True, kw_only=True):
     """A taskset that is generated: mutated functions, without end and without a data set."""
 
-    seed: int = 0
-    """Seed of the functions and their bugs."""
+    seed: ClassVar[int] = 0  # of the functions and their bugs
     image: str = "python-pytest"
     """Image of the sandbox."""
     timeout_s: float = 30.0

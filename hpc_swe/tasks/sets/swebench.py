@@ -8,6 +8,7 @@ repository says how its tests are run. Rows of published sets bring a recipe of 
 import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 from msgspec import Struct
@@ -60,8 +61,7 @@ class Swebench(Plugin, Taskset, frozen=True, kw_only=True):
     row says, and Verified's are known."""
     prompt: str = PROMPT
     """Prompt for the agent; {problem_statement} and {workdir} are filled in."""
-    workdir: str = "/testbed"
-    """Folder of the repository in the sandbox, for rows that name none."""
+    workdir: ClassVar[str] = "/testbed"  # folder of the repository in the sandbox, for rows that name none
     timeout_s: float = 900.0
     """Seconds that the eval script may take."""
 

@@ -24,12 +24,12 @@ from tests.kit.sessions_kit import CONTEXT, World, configured, overlay
 from tests.kit.stage import V1, Rig, rig
 
 pytestmark = pytest.mark.slow
-LONG = msgspec.structs.replace(CPU, max_model_len=CONTEXT, max_num_seqs=8)
+LONG = msgspec.structs.replace(CPU, max_num_seqs=8)
 
 
 @pytest.fixture(scope="module")
 def url(long_model: Path) -> Iterator[str]:
-    with serving(LONG, long_model, long_model.parent / "engine.log", V1) as url:
+    with serving(LONG, long_model, long_model.parent / "engine.log", V1, CONTEXT) as url:
         yield url
 
 

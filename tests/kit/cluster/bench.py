@@ -24,7 +24,7 @@ class Bench:
 
     def __init__(self, cluster: Cluster, folder: Path, reward: int, *words: str) -> None:
         self.cluster, self.run, self.calls = cluster, folder / "run", folder / "calls"
-        nobody = [f"by_hand={list(ROLES)}", *(f"counts.{role}=0" for role in ROLES[:-1])]
+        nobody = [f"counts.{role}=0" for role in ROLES[:-1]]
         self.words = [*SLURM, *nobody, f"counts.reward={reward}", *words]
         self.model, self.bin = folder / "model", folder / "bin"
         for made in (folder, self.model, self.bin):

@@ -44,7 +44,7 @@ OVERLAY = """
 steps = 100000
 counts = { inference = 2, rollout = 4, reward = 2 }
 poll_s = 0.4
-lease = { beat_s = 1.0, ttl_s = 6.0 }
+lease = { ttl_s = 6.0 }
 rollout.slots = 4 # so that the episodes of two steps keep all workers busy
 eval.every = 0
 
@@ -66,7 +66,6 @@ max_turns = 3
 [engine]
 type = "tests.kit.by_heart:ByHeart"
 replies = "@replies@"
-max_model_len = 512
 
 [learner]
 checkpoint_every = 5
@@ -76,7 +75,6 @@ optimizer = { decay_share = 0, lr = 1e-6 } # another end is set to a run that ex
 type = "slurm"
 partition = "cpu"
 notice_s = 20
-pause_s = 3.0
 
 [executor.roles.learner]
 partition = "preemptible"

@@ -428,4 +428,4 @@ def test_without_numba_a_start_with_speculation_says_what_to_install(server: Ser
 
 def test_a_missing_model_folder_names_path_and_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"\[engine\] model = '{tmp_path}/none'"):
-        CPU.command(tmp_path / "none", "127.0.0.1", 1, "test")
+        CPU.command(tmp_path / "none", "127.0.0.1", 1, "test", 64)

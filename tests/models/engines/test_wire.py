@@ -39,9 +39,9 @@ def test_an_engine_that_cannot_return_its_experts_is_refused(
     shape |= {"intermediate_size": 8, "moe_intermediate_size": 8, "num_experts_per_tok": 2}
     shape |= {"max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps(shape | {"model_type": "qwen3_moe"}))
-    engine = Vllm(device=device, max_model_len=64, return_routing=True)  # type: ignore[arg-type]
+    engine = Vllm(device=device, return_routing=True)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=message):
-        engine.check_model(tmp_path)
+        engine.check_model(tmp_path, 64)
 
 
 @pytest.mark.parametrize(
@@ -190,14 +190,14 @@ def test_an_engine_of_somebody_else_is_asked_by_vllm_s_route(url: str) -> None:
 
 def test_the_model_s_own_generation_settings_are_not_taken(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    command = list(Vllm(program="vllm").command(tmp_path, "h", 1, "run"))
+    command = list(Vllm(program="vllm").command(tmp_path, "h", 1, "run", 64))
     assert command[command.index("--generation-config") + 1] == "vllm"
 
 
 def test_files_of_mistral_s_own_library_are_not_taken(tmp_path: Path) -> None:
     """Left to choose, vLLM takes params.json and consolidated.safetensors; a learner reads neither."""
     (tmp_path / "config.json").write_text("{}")
-    command = list(Vllm(program="vllm").command(tmp_path, "h", 1, "run"))
+    command = list(Vllm(program="vllm").command(tmp_path, "h", 1, "run", 64))
     assert command[command.index("--config-format") + 1] == "hf"
     assert command[command.index("--load-format") + 1] == "safetensors"
 

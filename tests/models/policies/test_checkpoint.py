@@ -38,7 +38,7 @@ def base(tmp_path_factory, models):
     folder = tmp_path_factory.mktemp("data")
     model = AutoModelForCausalLM.from_pretrained(models["dense"], dtype=torch.float32)
     return {
-        "optimizer": {"lr": 1e-3, "warmup_steps": 3, "decay_steps": 6, "decay_share": 0.5},
+        "optimizer": {"lr": 1e-3, "warmup_steps": 3, "steps": 6, "decay_share": 0.5},
         "data": tiny.write_sequences(folder / "data.msgpack", tiny.make_sequences(model)),
         "model": str(models["dense"]),
         "packing": [[[0, 1], [2, 3]]],

@@ -19,7 +19,7 @@ from hpc_swe.models.policies._megatron.memory import learner_memory  # noqa: E40
 from hpc_swe.models.policies.megatron import Megatron  # noqa: E402
 from tests.kit.ranks import launcher, tiny  # noqa: E402
 
-BF16 = {"dtype": "bfloat16", "tensor_parallel": 2, "sequence_parallel": True}
+BF16 = {"dtype": "bfloat16", "tensor_parallel": 2}
 DO = [
     ("export", "v0:base"),
     ("train", 1),

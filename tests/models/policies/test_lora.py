@@ -30,7 +30,6 @@ ONE = [[[0, 1], [2, 3]]]
 HALVES = [[[0, 1]], [[2, 3]]]
 LORA = {"dtype": "float32", "lora_rank": RANK, "lora_alpha": ALPHA}
 TENSOR = LORA | {"tensor_parallel": 2}
-SEQUENCE = TENSOR | {"sequence_parallel": True}
 OPTIMIZER = {"lr": 1e-3, "weight_decay": 0.0, "clip_grad": 0}
 # name -> (ranks, model, policy, packing)
 CASES = {
@@ -38,10 +37,10 @@ CASES = {
     "tp1-attention": (1, "qwen2", LORA | {"lora_layers": "attention"}, ONE),
     "hybrid-tp1": (1, "tied-hybrid", LORA, ONE),
     "tp2": (2, "dense", TENSOR | {"recompute": "elementwise"}, ONE),
-    "tp2-sequence": (2, "qwen2", SEQUENCE | {"recompute": "products"}, [[[0, 1, 3], [2]]]),
+    "tp2-sequence": (2, "qwen2", TENSOR | {"recompute": "products"}, [[[0, 1, 3], [2]]]),
     "phi-tp2": (2, "phi", TENSOR | {"lora_layers": "attention"}, ONE),
-    "hybrid-tp2": (2, "hybrid", SEQUENCE | {"recompute": "selective"}, [[[0, 1, 3], [2]]]),
-    "tp2-full": (2, "tied", SEQUENCE | {"recompute": "full"}, ONE),
+    "hybrid-tp2": (2, "hybrid", TENSOR | {"recompute": "selective"}, [[[0, 1, 3], [2]]]),
+    "tp2-full": (2, "tied", TENSOR | {"recompute": "full"}, ONE),
     "dp2": (2, "dense", LORA, HALVES),
     "cp2-mlp": (2, "dense", LORA | {"context_parallel": 2, "lora_layers": "mlp"}, ONE),
 }
@@ -113,7 +112,7 @@ class Runs:
         return self._case(name, CASES[of][1], policy, packing) | loss | {"do": do}
 
     def _bfloat16(self) -> dict:
-        policy = SEQUENCE | {"dtype": "bfloat16"}
+        policy = TENSOR | {"dtype": "bfloat16"}
         do = [
             ("train", STEPS),
             ("export", "v1:base"),
@@ -298,6 +297,6 @@ def test_a_folder_of_adapters_says_what_peft_must_know(runs):
 @pytest.mark.parametrize("name", ["tp1", "tp1-attention", "cp2-mlp", "hybrid-tp1", "hybrid-tp2"])
 def test_adapters_are_as_large_as_the_estimate_says(runs, name):
     _, model, policy, _ = CASES[name]
-    alone = Megatron(**policy | {"tensor_parallel": 1, "sequence_parallel": False})
+    alone = Megatron(**policy | {"tensor_parallel": 1})
     counted = adapter_parameters(ModelShape.read(runs.models[model]), alone)
     assert counted == sum(each.numel() for pair in runs.factors(name, "before").values() for each in pair)

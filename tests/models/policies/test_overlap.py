@@ -27,7 +27,7 @@ from hpc_swe.models.policies._megatron.settings import MegatronSettings
 def add(inputs, grad, total):  # as CUDA does, for which a CPU has no kernel in bfloat16
     total.addmm_(grad.t().float(), inputs.float())
 
-ranks = TorchRanks(MegatronSettings(device="cpu", tensor_parallel=RANKS, sequence_parallel=True))
+ranks = TorchRanks(MegatronSettings(device="cpu", tensor_parallel=RANKS))
 layers._grad_accum_fusion_available = True
 layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add)
 overlap.add_product = add

@@ -23,7 +23,6 @@ ONE = [[[0, 1], [2, 3]]]
 HALVES = [[[0, 1]], [[2, 3]]]
 FP32 = {"dtype": "float32"}
 TENSOR = FP32 | {"tensor_parallel": 2}
-SEQUENCE = TENSOR | {"sequence_parallel": True}
 CONTEXT = FP32 | {"context_parallel": 2}
 PIPELINE = FP32 | {"pipeline_parallel": 2}
 ROUTED = {"routed": tiny.EXPERTS["num_experts"], "crowded": tiny.EXPERTS["num_experts"] // 2}
@@ -57,7 +56,7 @@ CASES = {
     "tp2-sequence-full": (
         2,
         "dense",
-        TENSOR | {"sequence_parallel": True, "recompute": "full"},
+        TENSOR | {"recompute": "full"},
         [[[0, 1, 3], [2]]],
         {},
     ),
@@ -81,34 +80,34 @@ CASES = {
     "hybrid-tp2-sequence": (
         2,
         "tied-hybrid",
-        SEQUENCE | {"recompute": "products"},
+        TENSOR | {"recompute": "products"},
         [[[3, 0, 2, 1], "filler"]],
         {"clip_grad": 0},
     ),
     "hybrid-moe-tp2": (
         2,
         "hybrid-moe",
-        SEQUENCE | {"recompute": "products"},
+        TENSOR | {"recompute": "products"},
         [[[0, 1, 3], [2]]],
         {"clip_grad": 0},
     ),
     "hybrid-moe-ep2": (2, "hybrid-moe", FP32 | {"expert_parallel": 2}, HALVES, {}),
     "seed-tp2": (2, "seed", TENSOR, ONE, {"clip_grad": 0}),
-    "granite-tp2": (2, "granite", SEQUENCE | {"recompute": "products"}, ONE, {"clip_grad": 0}),
+    "granite-tp2": (2, "granite", TENSOR | {"recompute": "products"}, ONE, {"clip_grad": 0}),
     "granite4-tp2": (2, "granite4", TENSOR, ONE, {"clip_grad": 0}),
-    "phi-tp2": (2, "phi", SEQUENCE, [[[0, 1, 3], [2]]], {"clip_grad": 0}),
+    "phi-tp2": (2, "phi", TENSOR, [[[0, 1, 3], [2]]], {"clip_grad": 0}),
     "smollm3-tp2": (2, "smollm3", TENSOR | {"recompute": "elementwise"}, ONE, {"clip_grad": 0}),
     "moe-tp2": (
         2,
         "moe",
-        TENSOR | {"sequence_parallel": True, "recompute": "products"},
+        TENSOR | {"recompute": "products"},
         ONE,
         {"clip_grad": 0},
     ),
     "routed-tp2-full": (
         2,
         "routed",
-        TENSOR | {"sequence_parallel": True, "recompute": "full"},
+        TENSOR | {"recompute": "full"},
         [[[0, 1, 3], [2]]],
         {"clip_grad": 0},
     ),
@@ -118,7 +117,7 @@ CASES = {
     "moe-tp2-ep2": (
         2,
         "moe",
-        SEQUENCE | {"expert_parallel": 2, "recompute": "elementwise"},
+        TENSOR | {"expert_parallel": 2, "recompute": "elementwise"},
         ONE,
         {"clip_grad": 0},
     ),
@@ -128,11 +127,11 @@ CASES = {
     "tied-pp2": (2, "tied", PIPELINE, FOUR, {"clip_grad": 0}),
     "smollm3-pp2": (2, "smollm3", PIPELINE, FOUR, {"clip_grad": 0}),
     "routed-pp2": (2, "routed", PIPELINE | {"recompute": "selective"}, FOUR, {"clip_grad": 0}),
-    "tp2-pp2": (4, "tied", SEQUENCE | {"pipeline_parallel": 2}, FOUR, {"clip_grad": 0}),
+    "tp2-pp2": (4, "tied", TENSOR | {"pipeline_parallel": 2}, FOUR, {"clip_grad": 0}),
     "routed-tp2-cp2-ep4": (  # the tokens of a filler are equal, so experts of two ranks at least get none
         4,
         "routed",
-        SEQUENCE | {"context_parallel": 2, "expert_parallel": 4},
+        TENSOR | {"context_parallel": 2, "expert_parallel": 4},
         [["filler", [0, 1], [2, 3]]],
         {},
     ),

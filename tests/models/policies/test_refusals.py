@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from torch.distributed.checkpoint import CheckpointException  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from hpc_swe.base import loader  # noqa: E402
 from hpc_swe.base.errors import ConfigError, ProtocolError  # noqa: E402
 from hpc_swe.base.records import MicroBatch, floats, ids  # noqa: E402
 from hpc_swe.models.model_shape import ModelShape  # noqa: E402
@@ -90,7 +89,6 @@ def test_published_and_newly_written_configs_mean_the_same(models, tmp_path):
     ("model", "keys", "message"),
     [
         ("dense", {"tensor_parallel": 3}, "tensor_parallel = 3 does not divide the model's heads, 8"),
-        ("moe", {"tensor_parallel": 2}, "sequence_parallel = true"),
         (
             "dense",
             {"tensor_parallel": 2, "context_parallel": 4},
@@ -133,7 +131,7 @@ YARN = {"rope_theta": 1e4, "partial_rotary_factor": 1.0, "rope_type": "yarn", "f
 def test_what_transformers_computes_otherwise_is_named(models, tmp_path, model, changes, message):
     folder = rewritten(models[model], tmp_path / "m", **changes)
     with pytest.raises(ConfigError, match=re.escape(message)):
-        Megatron(device="cpu", tensor_parallel=2, sequence_parallel=True).check_model(folder, data_parallel=1)
+        Megatron(device="cpu", tensor_parallel=2).check_model(folder, data_parallel=1)
 
 
 def test_experts_of_a_layer_in_one_tensor_have_a_remedy(models, tmp_path):
@@ -148,7 +146,7 @@ def test_experts_of_a_layer_in_one_tensor_have_a_remedy(models, tmp_path):
 
 def test_tensor_parallelism_need_not_divide_experts_that_stay_whole(models, tmp_path):
     odd = rewritten(models["moe"], tmp_path / "m", moe_intermediate_size=33)
-    keys = {"tensor_parallel": 2, "sequence_parallel": True}
+    keys = {"tensor_parallel": 2}
     Megatron(**keys, expert_parallel=2).check_model(odd, data_parallel=1)
     with pytest.raises(ConfigError, match="tensor_parallel = 2 does not divide the model's ffn, 33"):
         Megatron(**keys).check_model(odd, data_parallel=1)
@@ -157,11 +155,6 @@ def test_tensor_parallelism_need_not_divide_experts_that_stay_whole(models, tmp_
 def test_a_missing_tensor_is_named(models):
     with pytest.raises(ConfigError, match="no tensor model.nowhere"):
         Snapshot(models["dense"])["model.nowhere"]
-
-
-def test_sequence_parallelism_of_one_rank_is_refused():
-    with pytest.raises(ConfigError, match="needs tensor_parallel > 1"):
-        loader.load("policies", {"type": "megatron", "sequence_parallel": True})
 
 
 def micro(tokens=6, mask=(0, 1, 1, 0, 1, 1), lengths=(3, 3), logprobs=6) -> MicroBatch:

@@ -27,6 +27,7 @@ from tests.kit.constants import varied
 from tests.kit.coordinator_kit import (
     LIMITS,
     STEPS,
+    STRAGGLER_S,
     Clock,
     export,
     finish,
@@ -176,7 +177,7 @@ def test_a_group_waits_days_for_workers_and_grades_but_not_for_stragglers(run):
     mode.iterate(maintenance.snapshot())
     work(run, keep=lambda name: name != late)
     for _ in range(5):
-        clock.now += 100 * LIMITS.straggler_s
+        clock.now += 100 * STRAGGLER_S
         assert late in mode.iterate(maintenance.snapshot()).waits_for, "nobody has taken it"
     claim_for(run, "rollout-1-0000beef", late)
     for beat, worked_s in enumerate([0.0, 99.0, 100.0, 99.0]):
@@ -199,7 +200,7 @@ def test_the_late_result_of_a_straggler_is_a_duplicate(run):
     late = requests_of(1)[1]
     mode.iterate(maintenance.snapshot())
     claim_for(run, "rollout-1-0000beef", late.name)
-    show_worker(run, 1, _1_01=LIMITS.straggler_s + 1)
+    show_worker(run, 1, _1_01=STRAGGLER_S + 1)
     while not batches.published_steps(run):
         maintenance = make_maintenance(run)
         mode.iterate(maintenance.snapshot())

@@ -84,7 +84,7 @@ def test_a_coordinator_that_restarts_often_recovers_claims_of_the_dead(run, cloc
 
 def test_a_dead_worker_s_claim_comes_back_after_the_grace_and_not_before(run, clock):
     training(run).iterate(make_maintenance(run).snapshot())
-    maintenance, owner = make_maintenance(run, clock), "rollout-1-deadbeef"
+    maintenance, owner = make_maintenance(run, clock, beats=3), "rollout-1-deadbeef"
     show(run, owner, claims=["train-000000-00"])
     next(Spool(run.requests, RolloutRequest).claims(owner), None)
     states = []

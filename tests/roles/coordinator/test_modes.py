@@ -29,7 +29,7 @@ from hpc_swe.base.store.lease import Lease
 from hpc_swe.base.store.parquet import evals
 from hpc_swe.base.store.parquet.evals import Attempt
 from hpc_swe.base.store.spool import Spool
-from hpc_swe.config.settings import WAIT_S, EvalConfig, GroupsConfig, SupervisionConfig
+from hpc_swe.config.settings import WAIT_S, EvalConfig, GroupsConfig
 from hpc_swe.roles.coordinator.batching import batches
 from hpc_swe.roles.coordinator.loop import Coordinator
 from hpc_swe.roles.coordinator.modes import sft
@@ -327,7 +327,7 @@ def test_after_a_drain_engines_are_listed_until_rollout_workers_end(run):
     atomic.put(run.node(worker.owner), worker)
     atomic.put(run.node(engine.owner), engine)
     run.drain.touch()
-    kept = make_maintenance(run, time.monotonic, ttl_s=2 * DEADLINE_S)
+    kept = make_maintenance(run, time.monotonic, beats=1000)
     thread = threading.Thread(target=Coordinator(run, kept, None, POLL_S, {"learner": 1}, None).work)
     thread.start()
     until(lambda: _listed(run) == [WeightVersion()])
@@ -370,10 +370,10 @@ def test_a_refusal_of_the_file_system_is_a_restart_of_the_work(run):
 def test_nothing_moving_among_the_living_is_an_error_that_says_for_what(run, stuck_s):
     """Supervision, if there is any, gets the time to restart what is stuck."""
     clock = Clock()
-    limits = GroupsConfig(group_size=2, groups_per_step=2, straggler_s=1e6)
-    config, by_role = SupervisionConfig(stuck_s=stuck_s), dict.fromkeys(get_args(Role), stuck_s)
+    limits = GroupsConfig(group_size=2, groups_per_step=2)
+    by_role = dict.fromkeys(get_args(Role), stuck_s) if stuck_s else {}
     lease = Lease(run, "coordinator", "x", 1.0)
-    supervision = Supervision(lease, run, config, by_role, ("rollout",), STEPS, beat_s=1.0)
+    supervision = Supervision(lease, run, by_role, 3, ("rollout",), STEPS, beat_s=1.0)
     made = coordinator(run, lambda: training(run, limits), clock, supervision)
     made.iterate()
     clock.now += 200.0

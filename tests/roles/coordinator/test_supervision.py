@@ -10,7 +10,6 @@ from hpc_swe.base.store import atomic, supervision
 from hpc_swe.base.store.lease import Lease
 from hpc_swe.base.store.spool import STATES, Address
 from hpc_swe.base.store.supervision import Clocks, RunPart
-from hpc_swe.config.settings import SupervisionConfig
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
 from hpc_swe.roles.coordinator.supervision import KEPT_VERDICTS, LAST_STACKS_S, REFUSED_S, Supervision, parts
 
@@ -126,8 +125,7 @@ class Story:
         self.restart()
 
     def restart(self) -> None:
-        config = SupervisionConfig(stuck_s=100.0, tries=self.tries)
-        self.watcher = Supervision(self.lease, self.run, config, LIMITS, ROLES, 10, 10.0)
+        self.watcher = Supervision(self.lease, self.run, LIMITS, self.tries, ROLES, 10, 10.0)
 
     def live(self, seconds: float, scored: tuple[str, ...] = ()) -> None:
         until = self.now + seconds
@@ -229,10 +227,10 @@ def refusing(*counts: int, now: float = 0.0):
     ],
     ids=["often", "for long", "once", "loaded in between", "another engine loads", "both"],
 )
-@pytest.mark.parametrize("stuck_s", [0.0, 100.0])
-def test_a_run_whose_every_engine_refuses_all_weights_ends(run, looks, ends, stuck_s):
-    lease, config = Lease(run, "coordinator", "1", 1.0), SupervisionConfig(stuck_s=stuck_s)
-    watcher = Supervision(lease, run, config, dict.fromkeys(ROLES, 1e9), ROLES, 10, 10.0)
+@pytest.mark.parametrize("is_limited", [False, True])
+def test_a_run_whose_every_engine_refuses_all_weights_ends(run, looks, ends, is_limited):
+    limits = dict.fromkeys(ROLES, 1e9) if is_limited else {}
+    watcher = Supervision(Lease(run, "coordinator", "1", 1.0), run, limits, 3, ROLES, 10, 10.0)
     for now, counts in looks[:-1]:
         watcher.look(refusing(*counts, now=now), Progress("results", 1, {}, []))
     assert not run.stop.exists()
@@ -250,7 +248,7 @@ def test_a_run_whose_every_engine_refuses_all_weights_ends(run, looks, ends, stu
 
 def test_refusals_do_not_end_a_run_whose_learner_still_has_a_batch(run):
     lease = Lease(run, "coordinator", "1", 1.0)
-    watcher = Supervision(lease, run, SupervisionConfig(), dict.fromkeys(ROLES, 1e9), ROLES, 10, 10.0)
+    watcher = Supervision(lease, run, dict.fromkeys(ROLES, 1e9), 3, ROLES, 10, 10.0)
     for now in (0.0, REFUSED_S + 1):
         watcher.look(refusing(9, now=now), Progress("results", 1, {}, [], awaits_learner=True))
     watcher.look(refusing(10, now=REFUSED_S + 2), Progress("results", 1, {}, []))
@@ -272,7 +270,7 @@ def test_a_learner_that_hangs_at_the_same_step_each_time_is_given_up(run):
     A coordinator that starts again remembers that. Each try may last as long again, since a step that is
     honest and slow is as slow when it is repeated.
     """
-    config, lease = SupervisionConfig(stuck_s=100.0, tries=2), Lease(run, "coordinator", "1", 1.0)
+    lease = Lease(run, "coordinator", "1", 1.0)
 
     def live(watcher: Supervision, incarnation: int, number: int) -> None:
         beat, step = 50 * incarnation + number, min(number, 2)
@@ -286,7 +284,7 @@ def test_a_learner_that_hangs_at_the_same_step_each_time_is_given_up(run):
     def repeat() -> None:
         for incarnation in range(1, 5):
             if incarnation < 4:
-                watcher = Supervision(lease, run, config, LIMITS, ROLES, 10, 10.0)
+                watcher = Supervision(lease, run, LIMITS, 2, ROLES, 10, 10.0)
             for number in range(3 + 10 * incarnation):
                 assert supervision.read(run).number == incarnation - 1
                 live(watcher, incarnation, number)
@@ -315,7 +313,6 @@ def test_only_the_stacks_of_old_verdicts_are_deleted(run):
 
 def test_who_sets_no_limit_is_never_judged(run):
     story = Story(run, tries=1)
-    config = SupervisionConfig(stuck_s=0.0)
-    story.watcher = Supervision(story.lease, run, config, LIMITS, ROLES, 10, 10.0)
+    story.watcher = Supervision(story.lease, run, {}, 1, ROLES, 10, 10.0)
     story.live(1000)
     assert not run.supervision.exists()

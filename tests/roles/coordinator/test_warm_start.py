@@ -23,7 +23,6 @@ def read(tmp_path):
         f"model={model}",
         'sandbox={type="process"}',
         "rollout.context=2000",
-        "engine.max_model_len=2000",
     ]
     fixed += ["batches.microbatch_tokens=2000"]
     return lambda *words: configuration.read(*files, overrides=[*fixed, *words])

@@ -21,7 +21,7 @@ from hpc_swe.config import job_counts
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.launch import control
 from hpc_swe.models.engines._vllm.environment import TOKEN as VARIABLE
-from hpc_swe.models.engines.scripted import SCORE, Scripted, ScriptedReply
+from hpc_swe.models.engines.scripted import FAULTS, SCORE, Scripted, ScriptedReply
 from hpc_swe.roles.inference.supervisor import free_port
 from hpc_swe.view import engine
 from jobs import run as jobs_run
@@ -59,10 +59,12 @@ class Somebody:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def start(self, **changes: object) -> "Somebody":
+    def start(self, context: int = 4096, **changes: object) -> "Somebody":
         self.engine = msgspec.structs.replace(self.engine, **changes)
-        command = self.engine.command(self.model, "127.0.0.1", self.port, "theirs")
-        self.process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {VARIABLE: TOKEN})
+        command = self.engine.command(self.model, "127.0.0.1", self.port, "theirs", context)
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | self.engine.environ | {VARIABLE: TOKEN}
+        )
         until(lambda: self.engine.is_healthy(self.url), "health")
         return self
 
@@ -92,7 +94,7 @@ def run(tmp_path: Path) -> RunDir:
 @pytest.fixture
 def somebody(tmp_path: Path, model: Path) -> Iterator[Somebody]:
     replies = json_replies(tmp_path / "replies.json", [ScriptedReply(token_ids=[3], logprobs=[-0.5])])
-    found = Somebody(Scripted(replies=replies, max_model_len=4096), model, free_port("127.0.0.1"))
+    found = Somebody(Scripted(replies=replies), model, free_port("127.0.0.1"))
     yield found
     found.end()
 
@@ -100,7 +102,7 @@ def somebody(tmp_path: Path, model: Path) -> Iterator[Somebody]:
 @pytest.fixture
 def attach(run: RunDir, somebody: Somebody, model: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
     with supervisors(run, model) as begin:
-        yield lambda **inference: begin(somebody.engine, url=somebody.url, **inference)
+        yield lambda **more: begin(somebody.engine, url=somebody.url, **more)
 
 
 @pytest.mark.slow
@@ -136,7 +138,7 @@ def test_what_another_run_left_in_it_is_not_taken_for_ours(attach, run, somebody
 
 
 def test_a_plain_one_serves_the_model_it_came_up_with(attach, run, somebody) -> None:
-    somebody.start(faults=["plain"])
+    somebody.start(environ={FAULTS: "plain"})
     attach()
     assert await_node(run, is_serving(V0)).url == somebody.url
     assert somebody.stamps() == [], "its route has none, so the cell in nodes/ names its version"
@@ -168,7 +170,7 @@ def test_one_that_comes_back_without_update_routes_serves_no_old_weights(
     await_node(run, is_serving(V1))
     process.send_signal(signal.SIGSTOP)  # between two looks
     somebody.end()
-    somebody.start(faults=["plain"])
+    somebody.start(environ={FAULTS: "plain"})
     process.send_signal(signal.SIGCONT)
     _, log = process.communicate(timeout=600)
     assert process.returncode == EngineError.exit_code
@@ -190,19 +192,20 @@ def test_one_that_restarts_between_two_looks_is_given_its_weights_again(attach, 
 
 @pytest.mark.slow
 def test_one_that_stays_away_is_one_clear_error_after_the_deadline(attach, somebody) -> None:
-    process = attach(start_timeout_s=1.0, max_restarts=1)
+    somebody.engine = msgspec.structs.replace(somebody.engine, load_timeout_s=1.0)
+    process = attach(max_restarts=1)
     _, log = process.communicate(timeout=600)
     assert process.returncode == EngineError.exit_code
     assert f"EngineError: no health at {somebody.url} in 1 s; somebody else runs it" in log
 
 
 ROLES = ["coordinator", "inference", "learner", "rollout", "reward"]
-NOBODY = [f"by_hand={ROLES}", *(f"counts.{role}=0" for role in ROLES)]
+NOBODY = [f"counts.{role}=0" for role in ROLES]
 
 
 def configured(somebody: Somebody, *words: str) -> RunConfig:
     """The demo with somebody's engine; no jobs are started."""
-    engine = f'engine={{type="scripted", replies="{somebody.engine.replies}", max_model_len=4096}}'
+    engine = f'engine={{type="scripted", replies="{somebody.engine.replies}"}}'
     small = ["tasks.train=2", "tasks.eval=2", 'sandbox={type="process"}', f"model={somebody.model}"]
     words = (*small, *NOBODY, engine, f"inference.url={somebody.url}", *words)
     return configuration.read(ROOT / "configs/demo.toml", ROOT / "configs/demo_eval.toml", overrides=words)
@@ -214,7 +217,7 @@ def key(monkeypatch) -> None:
 
 
 def test_its_key_becomes_the_token_of_the_run_and_is_in_no_configuration(tmp_path, somebody, key) -> None:
-    somebody.start(faults=["plain"])
+    somebody.start(environ={FAULTS: "plain"})
     run = RunDir(tmp_path / "started")
     control.start(run, configured(somebody))
     assert run.token.read_text() == TOKEN
@@ -237,11 +240,11 @@ def test_it_needs_a_supervisor_with_the_coordinator_and_no_inference_job(tmp_pat
 REFUSALS = {
     "no answer": ({}, [], r"no answer"),
     "no updates": (
-        {"faults": ["plain"]},
+        {"environ": {FAULTS: "plain"}},
         ['mode="grpo"'],
         r"no routes that update.*mode = \"eval\", or start it with .*hpc_swe.engine",
     ),
-    "short": ({"max_model_len": 100}, [], r"takes 100 tokens.* set rollout.context to at most 100"),
+    "short": ({"context": 100}, [], r"takes 100 tokens.* set rollout.context to at most 100"),
     "another machine": ({}, ['executor={type="slurm"}'], r"another machine for each job; write this host's"),
 }
 

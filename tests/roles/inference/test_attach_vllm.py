@@ -36,8 +36,7 @@ WORDS = [
     "groups.groups_per_step=2",
     "agent.max_turns=2",
     "sampling.max_tokens=20",
-    "lease.beat_s=0.5",
-    "lease.ttl_s=30.0",
+    "lease.ttl_s=20.0",
     "poll_s=0.1",
 ]
 

@@ -20,8 +20,7 @@ from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, folders, weights
 from hpc_swe.base.store.lease import Lease
 from hpc_swe.cluster.gpu_turns import LearnerTurn
-from hpc_swe.config.settings import SupervisionConfig
-from hpc_swe.models.engines.scripted import SCORE, Scripted, ScriptedReply
+from hpc_swe.models.engines.scripted import FAULTS, SCORE, Scripted, ScriptedReply
 from hpc_swe.roles.coordinator.supervision import Supervision
 from hpc_swe.roles.inference.supervisor import MAX_REFUSALS
 from tests.kit.coordinator_kit import STEPS, make_maintenance, training
@@ -282,7 +281,7 @@ def test_an_engine_that_cannot_return_from_a_refused_version_is_replaced(
     start: Start, run: RunDir, model: Path, engine: Scripted
 ) -> None:
     """It must not answer with the refused weights while its cell names those before."""
-    start(msgspec.structs.replace(engine, faults=["one_way"]))
+    start(msgspec.structs.replace(engine, environ=engine.environ | {FAULTS: "one_way"}))
     first = await_node(run, is_serving(version(0))).url
     publish(run, model, version(1), probe=WRONG)
     await_node(run, lambda node: node.url not in ("", first))
@@ -316,7 +315,7 @@ def test_a_delta_that_two_engines_died_of_is_refused_and_reported(
 ) -> None:
     """vLLM ends when the digests of what it loaded differ; each new engine would meet the same delta."""
     publish(run, model, version(1), probe=PROBE)
-    process = start(changed=msgspec.structs.replace(engine, faults=["3.0"]))
+    process = start(changed=msgspec.structs.replace(engine, environ=engine.environ | {FAULTS: "3.0"}))
     await_node(run, is_serving(version(1)))
     publish(run, model, version(2), probe=PROBE, parent=version(1))
     for step in (2, 3):  # the second one is lost in a version that builds on the first one's
@@ -367,7 +366,11 @@ def test_a_stopped_engine_is_replaced(
 def test_an_engine_that_stops_in_an_update_is_replaced_and_updated(
     start: Start, run: RunDir, model: Path, engine: Scripted, tmp_path: Path, timeout_s: float
 ) -> None:
-    process = start(changed=msgspec.structs.replace(engine, faults=["2.0"], update_timeout_s=timeout_s))
+    process = start(
+        changed=msgspec.structs.replace(
+            engine, environ=engine.environ | {FAULTS: "2.0"}, load_timeout_s=timeout_s
+        )
+    )
     await_node(run, is_serving(version(0)))
     publish(run, model, version(1), probe=PROBE)
     await_node(run, lambda node: node.state == "updating")
@@ -381,7 +384,7 @@ def test_an_engine_that_stops_in_an_update_is_replaced_and_updated(
 def test_many_refusals_in_a_row_start_the_engine_anew_and_are_said(
     start: Start, run: RunDir, model: Path, engine: Scripted
 ) -> None:
-    process = start(changed=msgspec.structs.replace(engine, faults=["0.3"]))
+    process = start(changed=msgspec.structs.replace(engine, environ=engine.environ | {FAULTS: "0.3"}))
     await_node(run, is_serving(version(0)))
     for step in range(1, MAX_REFUSALS + 1):
         publish(run, model, version(step), probe=WRONG)
@@ -400,9 +403,9 @@ def test_a_run_whose_engine_refuses_all_weights_ends_and_says_why(
 ) -> None:
     start()
     await_node(run, is_serving(version(0)))
-    mode, maintenance = training(run), make_maintenance(run, time.monotonic, beat_s=30.0, ttl_s=90.0)
+    mode, maintenance = training(run), make_maintenance(run, time.monotonic, beats=1000)
     lease, limits = Lease(run, "coordinator", "1", 30.0), dict.fromkeys(get_args(Role), 1e9)
-    watcher = Supervision(lease, run, SupervisionConfig(), limits, [*limits], STEPS, 30.0)
+    watcher = Supervision(lease, run, limits, 3, [*limits], STEPS, 30.0)
     publish(run, model, version(1), probe=WRONG)
     said: set[str] = set()
 

@@ -49,7 +49,7 @@ def serving(folder: Path, *replies: ScriptedReply) -> Iterator[tuple[str, "subpr
     """A server of the scripted engine: its address and process."""
     (folder / "replies.json").write_bytes(msgspec.json.encode(replies))
     engine, port = Scripted(replies=str(folder / "replies.json")), free_port("127.0.0.1")
-    command = engine.command(folder, "127.0.0.1", port, "test")
+    command = engine.command(folder, "127.0.0.1", port, "test", 2048)
     with subprocess.Popen(command, env=engine.environment("secret")) as child:
         url = f"http://127.0.0.1:{port}"
         try:

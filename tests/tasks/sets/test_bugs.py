@@ -17,6 +17,7 @@ from hpc_swe.base.loader import load
 from hpc_swe.base.records import Message, Split, Task
 from hpc_swe.tasks.sets._bugs_grammar import OPERATORS, WORDS, Function, draw, pairings
 from hpc_swe.tasks.sets.bugs import HIDDEN, MODULE, VISIBLE, Bug, Bugs, Case, make
+from tests.kit.constants import varied
 
 SPLITS: list[Split] = ["train", "eval"]
 
@@ -26,7 +27,7 @@ def bugs(count: int, split: Split = "train") -> list[Bug]:
 
 
 def tasks(count: int, split: Split = "train", seed: int = 0) -> list[Task]:
-    return list(itertools.islice(Bugs(seed=seed).load(split), count))
+    return list(itertools.islice(varied(Bugs, seed=seed)().load(split), count))
 
 
 @functools.cache

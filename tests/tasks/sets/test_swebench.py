@@ -27,7 +27,7 @@ def test_a_row_of_twelve_columns_becomes_a_task(tmp_path):
     assert "add subtracts {sic}" in task.prompt
     assert task.tests.fail_to_pass == ["test_add (tests.test_core.TestCore)"]
     assert task.tests.pass_to_pass == ["Twice a number is the number doubled."]
-    assert "python -m unittest -v tests.test_core\n" in task.tests.command
+    assert "python -m unittest -v tests/test_core.py\n" in task.tests.command
     assert f"git checkout {BASE} -- tests/test_core.py" in task.tests.command
     assert gold() not in msgspec.json.encode(task).decode()
 

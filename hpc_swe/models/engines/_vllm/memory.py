@@ -9,7 +9,7 @@ from hpc_swe.models.model_shape import ModelShape, read_config
 from hpc_swe.models.rope import is_yarn, longest_context
 
 
-def check(model: Path, tensor_parallel: int, max_model_len: int) -> None:
+def check(model: Path, tensor_parallel: int, context: int) -> None:
     """Check that the engine's ranks divide the model's heads, and that the model takes its contexts."""
     known = read_config(model)
     heads, longest = known.get("num_attention_heads", 0), longest_context(known)
@@ -21,8 +21,8 @@ def check(model: Path, tensor_parallel: int, max_model_len: int) -> None:
     if is_yarn(known):
         given = "min(max_position_embeddings, original_max_position_embeddings * factor)"
         remedy = "lower it, or see docs/models.md on YaRN"
-    length = f"engine.max_model_len = {max_model_len} is over the model's {given} = {longest}; {remedy}"
-    found = [ranks] * bool(heads % tensor_parallel) + [length] * (0 < longest < max_model_len)
+    length = f"rollout.context = {context} is over the model's {given} = {longest}; {remedy}"
+    found = [ranks] * bool(heads % tensor_parallel) + [length] * (0 < longest < context)
     if found:
         raise ConfigError("\n".join(found))
 

@@ -76,7 +76,7 @@ def learner_memory(
     if (base := _last_version(shape, policy, data_parallel, kept, "gpu")).bytes:
         held.append(base)
     saved = tokens * size * shape.layers * _saved(shape, policy, policy.recompute)
-    saved += tokens * size * (6 if policy.sequence_parallel else 4) * shape.hidden  # 2 h: exchange.py
+    saved += tokens * size * (6 if policy.tensor_parallel > 1 else 4) * shape.hidden  # 2 h: exchange.py
     saved += whole * shape.layers * shape.experts_per_token  # choices of the engine, on every rank
     if policy.recompute not in ("selective", "full"):  # which make the routes again in backward
         saved += tokens * shape.layers * _route_bytes(shape, policy)
@@ -247,7 +247,7 @@ def files(shape: ModelShape, policy: MegatronSettings) -> tuple[Part, Part]:
     count, state = shape.parameters.total, counts.saved_bytes(policy)
     size, _ = counts.sizes_in_bytes(policy)
     if policy.lora_rank:
-        alone = msgspec.structs.replace(policy, tensor_parallel=1, sequence_parallel=False)
+        alone = msgspec.structs.replace(policy, tensor_parallel=1)
         adapters = counts.adapter_parameters(shape, alone)
         whole = Part("weights/", f"{size} (P + L)", size * (count + adapters))
         return whole, Part("checkpoints/", f"{state} L", state * adapters)
@@ -257,15 +257,15 @@ def files(shape: ModelShape, policy: MegatronSettings) -> tuple[Part, Part]:
 def _saved(shape: ModelShape, policy: MegatronSettings, recompute: str) -> float:
     """Return how many numbers a token and layer keep for backward.
 
-    Without recomputation: the residual stream before and after each norm, 4 h (over tp with
-    sequence_parallel); attention's q, k, v as one, q, k and v rotated, its output twice, 4 H + 4 G; the
+    Without recomputation: the residual stream before and after each norm, 4 h (over
+    tp); attention's q, k, v as one, q, k and v rotated, its output twice, 4 H + 4 G; the
     MLP's 3 f, or with experts the routed tokens and four inner widths, k (h + 4 f), and 3 f of a shared one.
     Of these, elementwise keeps the results of matrix products and of attention; products the layer's input
     and attention's output; selective all but the MLP's; full the layer's input. With context parallelism,
     elementwise and products keep what ranks exchanged, too, 2 H + 2 G.
     """
-    tp, ranks = policy.tensor_parallel, policy.tensor_parallel if policy.sequence_parallel else 1
-    residual = shape.hidden / ranks
+    tp = policy.tensor_parallel
+    residual = shape.hidden / tp
     mixer = _saved_of_mixer(shape, policy, recompute)
     whole, products = 3 * shape.ffn / tp, 2 * shape.ffn / tp
     if shape.experts:
@@ -347,7 +347,7 @@ def _backward(shape: ModelShape, policy: MegatronSettings) -> float:
     v, their gradients, the same in float32, and the gradient of its output: 5 H + 8 G, without the MLP's.
     """
     heads, groups = (width / policy.tensor_parallel for width in _widths(shape))
-    late = 2 * shape.hidden if policy.sequence_parallel else 0  # overlap.py holds gathered rows for longer
+    late = 2 * shape.hidden if policy.tensor_parallel > 1 else 0  # overlap.py holds gathered rows for longer
     return late + max(_backward_of_mlp(shape, policy), 5 * heads + 8 * groups + shape.hidden)
 
 

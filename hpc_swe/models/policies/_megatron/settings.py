@@ -36,8 +36,6 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
     """Share of the optimizer's state, of 12 bytes for each bfloat16 parameter, that is kept in pinned host
     memory. Each step passes it through the GPU, in both directions of the bus at once, which takes about two
     seconds for 100 GB. The results are the same, bit for bit."""
-    sequence_parallel: bool = False
-    """Split the activations between layers over the tensor-parallel ranks, too."""
     recompute: Literal["none", "elementwise", "products", "selective", "full", "auto"] = "auto"
     """What backward recomputes. none: nothing. elementwise: norms, rotary positions and SwiGLU, which costs
     hardly any time, and no matrix product. selective: the core of attention and the MLPs. products: all but
@@ -64,8 +62,6 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
     rank's share."""
 
     def __post_init__(self) -> None:
-        if self.sequence_parallel and self.tensor_parallel == 1:
-            raise ConfigError("[policy] sequence_parallel = true needs tensor_parallel > 1")
         if self.lora_rank and self.pipeline_parallel > 1:
             raise ConfigError(f"[policy] lora_rank = {self.lora_rank} needs pipeline_parallel = 1")
 
@@ -93,8 +89,6 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
 
     def check(self, shape: ModelShape) -> None:
         """Raise ConfigError, naming the setting and the size, if the model cannot be divided like this."""
-        if shape.experts and self.tensor_parallel > 1 and not self.sequence_parallel:
-            raise ConfigError("[policy] a model with experts needs sequence_parallel = true")
         if self.expert_parallel > 1 and not shape.experts:
             raise ConfigError(
                 f"[policy] expert_parallel = {self.expert_parallel}, but the model has no experts"

@@ -5,6 +5,7 @@ batch, which is one group number and one rate. A coordinator that starts reads i
 else in the spools. The content of a batch is a function of the results of its groups.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,8 @@ class BatchSettings:
     """Optimizer steps of one pass over a batch."""
     routing_bytes: int | None = None
     """Size of a token's routing in the model that is trained; None accepts any."""
+    straggler_s: float = math.inf
+    """A group closes when each unfinished member has been worked on for longer than this."""
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class Training:
         batches.require_newest(self._run, self.step)
         self._look_for_signs()
         self._collector.collect(snapshot)
-        self._ledger.close_stragglers(snapshot.worked_s, self._settings.groups.straggler_s)
+        self._ledger.close_stragglers(snapshot.worked_s, self._settings.straggler_s)
         if self._is_archived(snapshot):
             self._advance(snapshot)
         evaluating = self._evaluator.iterate(self._collector, snapshot)

@@ -53,12 +53,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         if not self.post_process:
             return hidden_states  # for the next stage
         group = self.pg_collection.tp
-        if self.config.sequence_parallel:
-            hidden = tensor_parallel.gather_from_sequence_parallel_region(
-                hidden_states, tensor_parallel_output_grad=True, group=group
-            )
-        else:
-            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states, group=group)
+        hidden = tensor_parallel.gather_from_sequence_parallel_region(
+            hidden_states, tensor_parallel_output_grad=True, group=group
+        )
         shared = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
         rows = hidden[:, 0].index_select(0, packed_seq_params.rows)
@@ -91,7 +88,7 @@ def build_model(shape: ModelShape, settings: MegatronSettings) -> PolicyModel:
     compat.mark_shards(model)
     if shape.experts:
         routing.install(model)
-    if settings.sequence_parallel and torch.cuda.is_available():
+    if settings.tensor_parallel > 1 and torch.cuda.is_available():
         overlap.install(model, parallel_state.get_tensor_model_parallel_group())
     return model.cuda() if torch.cuda.is_available() else model
 
@@ -122,7 +119,7 @@ def _transformer_config(shape: ModelShape, settings: MegatronSettings) -> Decode
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=settings.tensor_parallel,
-        sequence_parallel=settings.sequence_parallel,
+        sequence_parallel=settings.tensor_parallel > 1,
         pipeline_model_parallel_size=settings.pipeline_parallel,
         context_parallel_size=settings.context_parallel,
         expert_model_parallel_size=settings.expert_parallel,

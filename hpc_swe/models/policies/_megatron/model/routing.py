@@ -75,7 +75,5 @@ def read(routing: bytes, shape: ModelShape, tokens: int, padding: int) -> Tensor
 def _take_experts(layer: torch.nn.Module, _: object, given: dict[str, Packing]) -> None:
     experts, ranks = given["packed_seq_params"].experts, layer.mlp.attn_tp_group
     if experts is not None:
-        experts = experts[:, layer.layer_number - 1]
-        if layer.config.sequence_parallel:
-            experts = experts.chunk(ranks.size())[ranks.rank()]
+        experts = experts[:, layer.layer_number - 1].chunk(ranks.size())[ranks.rank()]
     layer.mlp.replay.set(experts)

@@ -32,9 +32,10 @@ class Scorer:
         ranks: TorchRanks,
     ) -> None:
         self._model, self._shape, self._settings, self._ranks = model, shape, settings, ranks
-        multiple = settings.tensor_parallel if settings.sequence_parallel else 1
         rank, parts = ranks.context_group.rank(), settings.context_parallel
-        self._packer = packing.Packer(shape, DTYPES[settings.dtype], multiple, rank=rank, parts=parts)
+        self._packer = packing.Packer(
+            shape, DTYPES[settings.dtype], settings.tensor_parallel, rank=rank, parts=parts
+        )
         self.kernels = self._packer.kernels
         self.stages = Stages(model, settings.pipeline_parallel)
         if ranks.rank == 0:

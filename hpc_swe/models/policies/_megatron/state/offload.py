@@ -136,7 +136,8 @@ def _await_room(needed: int) -> None:
             raise NodeError(
                 f"the learner's state needs {needed / GIB:.1f} GiB of its GPU, but other processes, such as "
                 f"sleeping engines, leave {free / GIB:.1f} GiB; spread the policy over more GPUs, or give "
-                "the engine fewer sequences (engine.max_num_seqs) or no CUDA graphs (engine.enforce_eager)"
+                "the engine fewer sequences (engine.max_num_seqs), or no CUDA graphs (--enforce-eager in "
+                "engine.extra)"
             )
         time.sleep(0.1)
 
