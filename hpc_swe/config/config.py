@@ -138,7 +138,7 @@ def changes(old: RunConfig, new: RunConfig, folder: Path) -> dict[str, str]:
 def forbidden_changes(old: RunConfig, new: RunConfig, folder: Path = Path()) -> list[str]:
     """Return the changes that an existing run must refuse, because they would change what is trained."""
     found = changes(old, new, folder).items()
-    decays = old.learner.optimizer.decay_share > 0
+    decays = old.mode != "eval" and old.learner.optimizer.decay_share > 0
     return [change for key, change in found if not may_change(key) or (decays and key == "steps")]
 
 
@@ -149,7 +149,7 @@ def changed_by_hand(made: Mapping[str, Any], tree: Mapping[str, Any]) -> list[st
     """
     before, after = dict(_leaves(made)), dict(_leaves(tree))
     fixed = [key for key in sorted(before) if not may_change(key) and key != "model"]
-    fixed += ["steps"] if before.get("learner.optimizer.decay_share") else []
+    fixed += ["steps"] if before.get("mode") != "eval" and before.get("learner.optimizer.decay_share") else []
     return [f"{key}: {before[key]!r} -> {after.get(key)!r}" for key in fixed if after.get(key) != before[key]]
 
 

@@ -55,7 +55,7 @@ def words(folder: Path, model: Path, engine: str) -> list[str]:
         f'taskset={{type="programs", train="{folder}/train.jsonl", eval="{folder}/test.jsonl"}}',
         *('sandbox={type="process"}', 'agent={type="answer_agent"}', "tasks.train=1", "tasks.eval=1"),
         f'engine={{type="{engine}", replies="{folder}/replies.json"}}',
-        *("rollout.slots=1", "poll_s=0.2", "lease.beat_s=0.5", "eval.every=0"),
+        *("rollout.slots=1", "poll_s=0.2", "eval.every=0"),
         *("groups.group_size=2", "groups.groups_per_step=2", "policy.tensor_parallel=1"),
     ]
 
