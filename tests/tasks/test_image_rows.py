@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 from hpc_swe.agents.sandboxes.apptainer import Apptainer
 from hpc_swe.base.errors import ConfigError, SandboxError
 from hpc_swe.makers.check import Checker
-from hpc_swe.makers.images.sources import Pulled, apptainer
+from hpc_swe.makers.images.sources import Pulled
 from hpc_swe.makers.images.store import ImageStore, Problem
 from hpc_swe.makers.prepare import prepare, write
 from hpc_swe.tasks import task_checks
@@ -20,38 +19,18 @@ from hpc_swe.tasks.graders.swebench import Swebench as Grader
 from hpc_swe.tasks.patch import take
 from hpc_swe.tasks.published_rows import read_row
 from hpc_swe.tasks.sets.swebench import Source, Swebench
-from tests.kit.checkout import IMAGES
+from tests.kit.published_image import HIDDEN, TESTS, publish
 from tests.kit.published_rows import r2e_row, smith_row
 from tests.kit.toy import (
     BROKEN,
     MENDED,
-    MORE_PYTESTS,
-    PYTESTS,
     Checkout,
-    git,
     gold,
     make_repository,
     new,
     patch,
 )
 
-TESTS = PYTESTS + MORE_PYTESTS
-HIDDEN = "tests/test_plain.py"
-R2E_TESTS = """from calc.core import add, double
-
-
-def test_sum():
-    assert add(20, 22) == 42
-
-
-def test_twice():
-    assert double(21) == 42
-
-
-class TestNever:
-    def test_zero(self):
-        assert add(4, 4) == 5
-"""
 SOLVED = patch("calc/core.py", MENDED.replace("2 * a", "3 * a"), MENDED)
 CHEATS = {
     "edits the hidden test": new(HIDDEN, "def test_double():\n    pass\n\n\ndef test_add():\n    pass\n"),
@@ -163,31 +142,8 @@ def test_a_wrong_row_of_r2e_gym_is_refused_with_its_column(change, complaint):
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with what somebody published: an image of both sets, with all that theirs hold."""
-    base = IMAGES / "python-pytest"
-    if shutil.which("apptainer") is None or not base.is_dir():
-        pytest.skip("Apptainer or its unpacked task image is missing: containers/build_image.sh")
     folder = tmp_path_factory.mktemp("published")
-    tree = folder / "tree"
-    subprocess.run(["cp", "-a", str(base), str(tree)], check=True, timeout=300)
-    shutil.rmtree(tree / "testbed", ignore_errors=True)
-    commit = make_repository(tree / "testbed", {HIDDEN: TESTS})
-    git(tree / "testbed", "reset", "-q", "--hard", commit)
-    run_it = '#!/bin/sh\nexec python3 "$@"\n'
-    made = {
-        "testbed/run_tests.sh": "python -m pytest r2e_tests\n",
-        "testbed/.venv/bin/python": run_it,
-        "r2e_tests/__init__.py": "",
-        "r2e_tests/test_1.py": R2E_TESTS,
-        "opt/miniconda3/bin/activate": 'conda() { PATH="/opt/miniconda3/envs/testbed/bin:$PATH"; }\n',
-        "opt/miniconda3/envs/testbed/bin/python": run_it,
-    }
-    for path, text in made.items():
-        (tree / path).parent.mkdir(parents=True, exist_ok=True)
-        (tree / path).write_text(text)
-        (tree / path).chmod(0o755)
-    apptainer("build", str(folder / "published.sif"), str(tree), work=folder)
-    shutil.rmtree(tree)
+    publish(folder)
     yield folder
     shutil.rmtree(folder)
 

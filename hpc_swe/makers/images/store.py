@@ -58,7 +58,8 @@ class Problem:
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(repr(self.secrets).encode()).hexdigest()[:16]
+        known = (*self.secrets, self.task.start) if self.task.start else self.secrets
+        return hashlib.sha256(repr(known).encode()).hexdigest()[:16]
 
     @property
     def exact(self) -> set[str]:

@@ -1,5 +1,6 @@
 """A task may start from a patch of its image's repository: nothing in its sandbox shows the state before."""
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from hpc_swe.agents.sandboxes._session import Limits
 from hpc_swe.agents.sandboxes.apptainer import Apptainer
 from hpc_swe.base.errors import ConfigError, SandboxError
 from hpc_swe.base.records import Start
@@ -82,6 +84,22 @@ def test_a_policy_finds_no_state_before_the_start_in_an_image(mended, opened, tm
         for revert in REVERTS:
             sandbox.run(revert.format(base=mended[1]), 60)
             assert sandbox.run("grep -rn 'a + b' .", 60).output == "", revert
+
+
+@pytest.mark.slow
+def test_a_start_needs_no_file_larger_than_a_sandbox_may_write(mended, opened, tmp_path):
+    """A large repository is one pack, which its sandbox could not write anew."""
+    sandboxes, image = opened
+    images, folder = Path(sandboxes.images), Path(sandboxes.images, "large", "testbed")
+    subprocess.run(["cp", "-a", str(images / image), str(images / "large")], check=True, timeout=300)
+    for name in "ab":
+        (folder / name).write_bytes(os.urandom(18 << 20))
+    git(folder, "add", "-A")
+    git(folder, "commit", "-qm", "large")
+    git(folder, "repack", "-adq")
+    task = msgspec.structs.replace(started(tmp_path, "HEAD"), image="large")
+    with msgspec.structs.replace(sandboxes, limits=Limits(file_mb=33)).open(task) as sandbox:
+        assert sandbox.run("git fsck --full && git log --oneline | wc -l", 60).output == "1\n"
 
 
 def test_a_start_leaves_one_commit_whatever_the_repository_held(mended, tmp_path):
