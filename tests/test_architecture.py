@@ -27,7 +27,7 @@ FILE_LINES = 400
 LONGER: dict[str, int] = {}
 FUNCTION_LINES, USUAL_FUNCTION_LINES = 60, 28
 TEST_NAME = 70
-TEST_LINES = 53_228  # of all tests and what they share; it may only fall, towards 42,000
+TEST_LINES = 53_208  # of all tests and what they share; it may only fall, towards 42,000
 # Lines of each package, blank ones and docstrings too. A budget is what the package has, rounded up, so that
 # who adds much notices, and says why. The largest packages hold much for these reasons:
 # - makers: four ways to make tasks (rows, images, seeded bugs, git history), each checked in sandboxes;
@@ -444,7 +444,7 @@ def test_nothing_tracked_names_a_developer_s_machine():
 def test_nothing_tracked_names_a_registry():
     """Sites mirror them under other names; ordinary client configuration says where."""
     pattern = re.compile("|".join(rf"\b{re.escape(host)}\b" for host in HOSTS))
-    assert hits(pattern, {"tests/test_architecture.py", "uv.lock"}) == {}  # uv writes one for each file
+    assert hits(pattern, {"tests/test_architecture.py"}) == {}
 
 
 def hits(pattern: re.Pattern[str], but: set[str]) -> dict[str, list[str]]:
