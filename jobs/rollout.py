@@ -31,7 +31,7 @@ def work(run: RunDir, config: RunConfig) -> None:
         config=table,
     )
     with entry.lease(run, config, "rollout") as lease:
-        worker(run, lease, resources, config.poll_s, sleeps=config.hybrid).work()
+        worker(run, lease, resources, config.poll_s).work()
 
 
 if __name__ == "__main__":

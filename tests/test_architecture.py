@@ -27,7 +27,11 @@ FILE_LINES = 400
 LONGER: dict[str, int] = {}
 FUNCTION_LINES, USUAL_FUNCTION_LINES = 60, 28
 TEST_NAME = 70
+<<<<<<< HEAD
 TEST_LINES = 53_208  # of all tests and what they share; it may only fall, towards 42,000
+=======
+TEST_LINES = 53_069  # of all tests and what they share; it may only fall, towards 42,000
+>>>>>>> parent of 150e3863 (Begin fewer episodes where requests wait in engines' queues)
 # Lines of each package, blank ones and docstrings too. A budget is what the package has, rounded up, so that
 # who adds much notices, and says why. The largest packages hold much for these reasons:
 # - makers: four ways to make tasks (rows, images, seeded bugs, git history), each checked in sandboxes;
@@ -85,8 +89,13 @@ BUDGETS = {
     "hpc_swe/roles/inference": 717,  # tries refused weights again, and counts
     "hpc_swe/roles/learner": 1_314,  # deals batches that were cut for other ranks
     "hpc_swe/roles/reward": 360,
+<<<<<<< HEAD
     "hpc_swe/roles/rollout": 1_854,  # three APIs of agent programs
     "hpc_swe/tasks": 2_073,  # reads sets of repositories in their own columns
+=======
+    "hpc_swe/roles/rollout": 1_783,  # three APIs of agent programs
+    "hpc_swe/tasks": 2_075,  # reads sets of repositories in their own columns
+>>>>>>> parent of 150e3863 (Begin fewer episodes where requests wait in engines' queues)
     "hpc_swe/tasks/graders": 5_567,  # says whose file does what, also of inherited tests; seals assertions
     "hpc_swe/tasks/sets": 1_834,  # reads published sets in their own columns; gives tests the names they use
     "hpc_swe/view": 715,

@@ -143,7 +143,7 @@ class RolloutConfig(Record, frozen=True, kw_only=True):
     """Rollout workers are configured by these settings."""
 
     slots: Positive = 8
-    """Most episodes of one worker at once. There are fewer where requests wait in the queues of engines."""
+    """Episodes that one worker runs at once."""
     episode_timeout_s: Duration = 3600.0
     """Maximum wall clock of one episode, not counting waits for an engine; exceeding it is an infrastructure
     failure. When each unfinished member of a group has been worked on for four times as long, the group

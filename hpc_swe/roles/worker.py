@@ -132,8 +132,6 @@ class Worker(Generic[M, R]):
     """Seconds that threads get to clean up when the process must end."""
     can_work: Callable[[], bool] = lambda: True
     """Return whether what the work needs is there. If not, nothing is claimed and the claims' clocks stop."""
-    allowed: Callable[[int], int] | None = None
-    """Return on how many messages to work at once, now that there are so many; None is always `slots`."""
     _active: list[_Slot[M, R]] = field(default_factory=list, init=False)
     _wake: Flag = field(default_factory=Flag, init=False)
     _must_stop: bool = field(default=False, init=False)
@@ -219,15 +217,14 @@ class Worker(Generic[M, R]):
 
     def _claim(self) -> None:
         before, misses = len(self._active), self.source.misses
-        most = min(self.slots, self.allowed(before)) if self.allowed else self.slots
-        for claim in islice(self.source.claims(self.lease.owner), max(0, most - before)):
+        for claim in islice(self.source.claims(self.lease.owner), self.slots - before):
             log.info("claimed %s", claim.name)
             slot = _Slot(claim, self.make_work(claim))
             slot.thread = threading.Thread(target=self._run, args=(slot,), name=claim.name, daemon=True)
             self._active.append(slot)
             slot.thread.start()
         now = len(self._active)
-        self._backoff.after(max(0, most - now), now - before, self.source.misses - misses)
+        self._backoff.after(self.slots - now, now - before, self.source.misses - misses)
 
     def _run(self, slot: _Slot[M, R]) -> None:
         try:

@@ -46,8 +46,6 @@ class ToyEngine:
     calls: list[Call] = field(default_factory=list)
     dice: random.Random = field(default_factory=lambda: random.Random(0))
     lock: threading.Lock = field(default_factory=threading.Lock)
-    queue_s: float = 0.0
-    """How long each request says that it was queued."""
     routes: bool = False
     """Answers say of each computed token that its experts are its id mod 7 and mod 11."""
 
@@ -68,7 +66,7 @@ class ToyEngine:
         if isinstance(fault, EngineError):
             raise fault
         answer = self._answer(call)
-        stages = EngineStages(queue_s=self.queue_s, prompt_tokens=len(call.prompt))
+        stages = EngineStages(prompt_tokens=len(call.prompt))
         call.answer = dataclasses.replace(fault(answer) if fault else answer, stages=stages)
         if self.routes:
             ids = np.asarray([*call.prompt, *call.answer.token_ids][prefix.routed : -1])

@@ -14,7 +14,6 @@ from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store.lease import Lease
 from hpc_swe.base.store.spool import Spool
 from hpc_swe.roles.rollout import episode
-from hpc_swe.roles.rollout.admission import Admission
 from hpc_swe.roles.rollout.episode import Played, RolloutResources
 from hpc_swe.roles.worker import GiveBack, Work, Worker
 
@@ -28,15 +27,9 @@ class EpisodeWork(Work[Episode]):
     """Run one episode, and give it up from outside when it hangs."""
 
     def __init__(
-        self,
-        resources: RolloutResources,
-        owner: str,
-        hung_s: float,
-        request: RolloutRequest,
-        admission: Admission,
+        self, resources: RolloutResources, owner: str, hung_s: float, request: RolloutRequest
     ) -> None:
         self._resources, self._owner, self._request = resources, owner, request
-        self._admission = admission
         self._recorder = resources.recorder(request)
         self._longest_s = resources.config.episode_timeout_s + hung_s
 
@@ -44,7 +37,6 @@ class EpisodeWork(Work[Episode]):
         """Run the episode and make its record."""
         played = episode.play(self._resources, self._request, self._recorder)
         made = episode.record(self._request, self._recorder, played, self._owner)
-        self._admission.note(made.timing.stages)
         failure = self._recorder.failure
         has_engine = self._resources.sampler.endpoints.has_engine
         if isinstance(failure, EngineError) and not made.turns and not has_engine():
@@ -70,28 +62,17 @@ class EpisodeWork(Work[Episode]):
 
 
 def worker(
-    run: RunDir,
-    lease: Lease,
-    resources: RolloutResources,
-    poll_s: float,
-    hung_s: float = 60.0,
-    *,
-    sleeps: bool = False,
+    run: RunDir, lease: Lease, resources: RolloutResources, poll_s: float, hung_s: float = 60.0
 ) -> Worker[RolloutRequest, Episode]:
-    """Make the rollout worker, which gives up an episode that exceeds its time-out by `hung_s`.
-
-    Where engines sleep at times, and requests wait for that, it always has as many episodes as slots.
-    """
-    admission = Admission(resources.config.slots)
+    """Make the rollout worker, which gives up an episode that exceeds its time-out by `hung_s`."""
     return Worker(
         run,
         lease,
         Spool(run.requests, RolloutRequest),
         Spool(run.episodes, Episode),
-        lambda claim: EpisodeWork(resources, lease.owner, hung_s, claim.message, admission),
+        lambda claim: EpisodeWork(resources, lease.owner, hung_s, claim.message),
         resources.config.slots,
         poll_s,
         CLEANUP_S,
         resources.sampler.endpoints.has_engine,
-        None if sleeps else admission.allowed,
     )

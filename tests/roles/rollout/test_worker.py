@@ -405,15 +405,3 @@ def test_two_workers_do_every_request_once(made: Rig) -> None:
         other.join(DEADLINE_S)
     assert len(made.episodes) == 40
     assert len(made.engine.calls) == 40 * len(REPLIES)
-
-
-def test_a_worker_whose_requests_wait_in_engines_has_fewer_episodes(tmp_path: Path) -> None:
-    made = rig(tmp_path / "run", tmp_path / "model")
-    made.engine.queue_s = 1.0
-    numbers: list[int] = []
-    made.engine.on_call = lambda _: numbers.append(sum("train-" in t.name for t in threading.enumerate()))
-    made.ask(24)
-    made.drain()
-    assert len(made.episodes) == 24
-    assert max(numbers) == 4
-    assert max(numbers[len(numbers) // 2 :]) < 4
