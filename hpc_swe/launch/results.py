@@ -145,7 +145,8 @@ def delete(run: RunDir, config: RunConfig, chosen: Sequence[Leftover]) -> None:
     """
     if jobs := control.alive(run, config):
         raise ConfigError(f"{run.root}: {len(jobs)} of its jobs are left; `launch stop` it first")
-    by_hand = tuple(role for role, count in config.counts.items() if not count)
+    others = {"inference"} if config.inference.url else set()  # somebody else runs these engines
+    by_hand = tuple(role for role, count in config.counts.items() if not count and role not in others)
     if cells := [name for name in atomic.names(run.nodes) if name.startswith(by_hand)]:
         raise ConfigError(
             f"{run.nodes}: processes that were started by hand may run: {', '.join(cells[:8])}; end them, "

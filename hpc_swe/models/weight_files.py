@@ -130,7 +130,10 @@ def require_tensors(folder: Path, shape: ModelShape, key: str = "model") -> None
         if tensor is None:
             path, where = folder / (INDEX if index else SINGLE), f"has no tensor {name}"
             if (joined := f"{name.partition('.experts.')[0]}.experts.gate_up_proj") in found:
-                where += f", but {joined}, of all experts; open the model with transformers, and save it"
+                raise ConfigError(
+                    f"{key}: {path} has {joined}, of all experts; open the model with transformers, and type "
+                    "`del model._weight_conversions` before `model.save_pretrained(FOLDER)`"
+                )
         elif tensor.shape != size:
             path = tensor.path
             where = f"has {name} of {list(tensor.shape)}, but config.json of the model says {list(size)}"

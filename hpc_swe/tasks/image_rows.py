@@ -14,7 +14,7 @@ from hpc_swe.tasks.patch_text import normalised, reversed_patch
 
 HEAD = "HEAD"
 """The commit that an image's repository is at, for rows that name none which it has."""
-_OF_R2E = "run_tests.sh install.sh syn_issue.json expected_test_output.json execution_result.json"
+_OF_R2E = "r2e_tests run_tests.sh install.sh syn_issue.json expected_test_output.json execution_result.json"
 _OF_R2E += " parsed_commit.json modified_files.json modified_entities.json"
 """Files that its makers left in /testbed, which show the tests or the solution."""
 _PYTEST = (

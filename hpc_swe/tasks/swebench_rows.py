@@ -88,10 +88,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
             why = f"column workdir: {self.workdir!r} is no folder of an image, such as '/testbed'"
         elif self.eval_script and not self.log_parser:
             why = "eval_script without log_parser"
-        elif self.start:
-            why = self._wrong_start()
         elif self.eval_type != "pass_and_fail":
             why = f"eval_type {self.eval_type!r} counts tests that never ran as passed: it gives no reward"
+        elif self.start:
+            why = self._wrong_start()
         if why:
             raise ValueError(f"{self.instance_id}: {why}")
 

@@ -40,9 +40,7 @@ def test_a_published_row_says_its_image_its_folder_and_how_its_tests_run(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "title", [name for name, one in ROWS.items() if one.base == BASE and "_plain.py" in one.command]
-)
+@pytest.mark.parametrize("title", JUDGED)
 def test_a_published_row_is_prepared_read_again_and_judged(repository, tmp_path, title):
     """The reference resolves it, and nothing does not, also after the row was written to a table."""
     source, base = repository

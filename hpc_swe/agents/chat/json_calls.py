@@ -16,7 +16,8 @@ from hpc_swe.base.records import ToolCall
 
 _JSON = json.JSONDecoder()
 _PYTHON = "<|python_tag|>"
-_CALLED = re.compile(r'\{\s*"name"\s*:')
+_END = "<|eom_id|>"  # of a call to a tool of Llama 3's own, where an answer to a person has <|eot_id|>
+_CALLED = re.compile(r'\{\s*"(?:type|name|parameters)"\s*:')
 _NAMED = re.compile(r"\s*([^\[{\s]+)\s*(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?(?=\s*\{)")
 
 
@@ -32,16 +33,16 @@ class _LlamaCall(Struct):
 
 def hermes(spelled: CompletionText, start: int, _: str) -> tuple[int, list[ToolCall]]:
     """Read <tool_call>{"name": .., "arguments": ..}</tool_call>, of Qwen and others."""
-    first, found = spelled.find(OPEN, start), list[ToolCall]()
+    first, calls = spelled.find(OPEN, start), list[ToolCall]()
     at = first
     while at >= 0:
         value, at = _object(spelled, spelled.skip(at + len(OPEN)))
         call = _call(value, _Call)
         if not spelled.text.startswith(CLOSE, at):
             raise Malformed(f"{CLOSE} is missing after the call of {call.name!r}")
-        found.append(call)
+        calls.append(call)
         at = spelled.find(OPEN, at)
-    return first, found
+    return first, calls
 
 
 def llama(spelled: CompletionText, start: int, _: str) -> tuple[int, list[ToolCall]]:
@@ -54,15 +55,17 @@ def llama(spelled: CompletionText, start: int, _: str) -> tuple[int, list[ToolCa
         at = spelled.skip(at + len(_PYTHON))
     if not _CALLED.match(spelled.text, at):
         return -1, []
-    found = list[ToolCall]()
+    calls = list[ToolCall]()
     while at < len(spelled.text):
         value, at = _object(spelled, at)
-        found.append(_call(value, _LlamaCall))
+        calls.append(_call(value, _LlamaCall))
+        if spelled.text.startswith(_END, at):
+            break
         if at < len(spelled.text):
             if spelled.text[at] != ";":
-                raise Malformed(f"text follows the call of {found[-1].name!r}; write the call alone")
+                raise Malformed(f"text follows the call of {calls[-1].name!r}; write the call alone")
             at = spelled.skip(at + 1)
-    return first, found
+    return first, calls
 
 
 def mistral(spelled: CompletionText, start: int, _: str) -> tuple[int, list[ToolCall]]:
@@ -70,19 +73,20 @@ def mistral(spelled: CompletionText, start: int, _: str) -> tuple[int, list[Tool
 
     Older models write the second form, and some give an identity, [CALL_ID] or "id", which nobody needs.
     """
-    first, found = spelled.find(TOOL_CALLS, start), list[ToolCall]()
+    first, calls = spelled.find(TOOL_CALLS, start), list[ToolCall]()
     at = first
     while 0 <= at < len(spelled.text):
         at = spelled.skip(at + len(TOOL_CALLS))
         if named := _NAMED.match(spelled.text, at):
             value, at = _object(spelled, spelled.skip(named.end()))
-            found.append(ToolCall(name=named[1], arguments=_arguments(value)))
+            arguments = bytes(_decoded(value, Raw)).decode()
+            calls.append(ToolCall(name=named[1], arguments=_arguments(arguments)))
         else:
             value, at = _object(spelled, at)
-            found += [_call(each, _Call) for each in _decoded(value, list[Raw])]
+            calls += [_call(item, _Call) for item in _decoded(value, list[Raw])]
         if at < len(spelled.text) and spelled.find(TOOL_CALLS, at) != at:
             raise Malformed("text follows a call; write the calls last")
-    return first, found
+    return first, calls
 
 
 def _object(spelled: CompletionText, at: int) -> tuple[str, int]:

@@ -51,7 +51,7 @@ def diagnose(arguments: argparse.Namespace) -> list[Finding]:
         finding = Finding("Slurm", "warning", str(error), remedy, "this machine")
         return [finding, *found, *srun.probe_this_machine(setup, sum(work.values(), ()))]
     else:
-        jobs = max(config.counts.values(), default=1) if config else 0
+        jobs = min(max(config.counts.values(), default=1), config.executor.array_size) if config else 0
         probed = resolve(cluster, needs, arguments.nodes)
         return [*found, *examine.examine(cluster, probed, jobs, setup)]
     finally:

@@ -70,7 +70,7 @@ def test_a_template_of_another_form_is_refused(tmp_path):
         ("llama3_json", ' {"name": "view", "parameters": {"path": "m.py"}}\n', "", [("view", VIEW)]),
         (
             "llama3_json",
-            '<|python_tag|>{"name": "view", "parameters": {"path": "m.py"}}',
+            '<|python_tag|>{"type": "function", "name": "view", "parameters": {"path": "m.py"}}<|eom_id|>',
             "",
             [("view", VIEW)],
         ),

@@ -46,6 +46,9 @@ REVERTS = (
 )
 
 
+UNTOUCHED = "find calc tests -name '*.py' ! -newermt 2021-01-01"
+
+
 @pytest.fixture(scope="module")
 def mended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The toy repository's youngest commit, which has no fault; its history has."""
@@ -69,6 +72,9 @@ def opened(mended, tmp_path_factory: pytest.TempPathFactory) -> tuple[Apptainer,
     images = tmp_path_factory.mktemp("images")
     subprocess.run(["cp", "-a", str(base_image), str(images / "calc")], check=True, timeout=300)
     stage(mended[0], mended[1], images / "calc" / "testbed")
+    subprocess.run(
+        ["find", images / "calc/testbed", "-exec", "touch", "-hd", "2020-01-01", "{}", "+"], check=True
+    )
     return Apptainer(images=str(images)), "calc"
 
 
@@ -81,6 +87,7 @@ def test_a_policy_finds_no_state_before_the_start_in_an_image(mended, opened, tm
         assert sandbox.run("git status --porcelain; git diff HEAD", 60).output == ""
         assert sandbox.run(HISTORY, 60).output.split() == ["1", "0", "refs/heads/main"]
         assert "a + b" not in sandbox.run(EVERYTHING, 60).output
+        assert sandbox.run(UNTOUCHED, 60).output == ""  # or times would name the file with the fault
         for revert in REVERTS:
             sandbox.run(revert.format(base=mended[1]), 60)
             assert sandbox.run("grep -rn 'a + b' .", 60).output == "", revert

@@ -81,6 +81,8 @@ def runs(tmp_path_factory, models, base):
             again("moe-pipeline-parallel", "-moe", PP2, model=str(models["moe"])),
             first("-moe-pipeline", PP2, "moe"),
             again("moe-context-parallel", "-moe-pipeline", CP2, model=str(models["moe"])),
+            first("-shared-expert", TP2, "hybrid-moe"),
+            again("undivided-expert", "-shared-expert", TP1, packing=HALVES, model=str(models["hybrid-moe"])),
         ],
         folder,
     )
@@ -141,6 +143,7 @@ def test_state_in_host_memory_changes_no_bit_of_a_step_or_a_resume(runs, name, l
         ("tensor-parallel", "first-shared"),
         ("moe-pipeline-parallel", "first-moe"),
         ("moe-context-parallel", "first-moe-pipeline"),
+        ("undivided-expert", "first-shared-expert"),
     ],
 )
 def test_a_checkpoint_resumes_at_another_layout(runs, name, first):

@@ -53,6 +53,14 @@ def test_values_of_any_form_and_of_any_pieces_arrive_in_their_places(tmp_path):
         assert torch.equal(tensor, wanted)
 
 
+def test_scattered_values_of_a_buffer_are_refused(tmp_path):
+    part, results = ByParameter(12, {0})[slice(0, 12)].view(3, 4).t(), queue.Queue()
+    with CheckpointFiles() as files:
+        files.write_files([], False, 0, [bucket(tmp_path / "file", [part])], results)
+    assert isinstance(error := results.get(), ProtocolError)
+    assert "48 bytes" in str(error)
+
+
 def test_values_that_no_rank_gathered_are_missed(tmp_path):
     """Zeros would stand in their place."""
     buffer = ByParameter(40, {3, 20})

@@ -259,10 +259,10 @@ def _saved(shape: ModelShape, policy: MegatronSettings, recompute: str) -> float
 
     Without recomputation: the residual stream before and after each norm, 4 h (over
     tp); attention's q, k, v as one, q, k and v rotated, its output twice, 4 H + 4 G; the
-    MLP's 3 f, or with experts the routed tokens and four inner widths, k (h + 4 f), and 3 f of a shared one.
-    Of these, elementwise keeps the results of matrix products and of attention; products the layer's input
-    and attention's output; selective all but the MLP's; full the layer's input. With context parallelism,
-    elementwise and products keep what ranks exchanged, too, 2 H + 2 G.
+    MLP's 3 f, or with experts the routed tokens and four inner widths, k (h + 4 f), and of a shared one 3 f
+    and its output. Of these, elementwise keeps the results of matrix products and of attention; products
+    the layer's input and attention's output; selective all but the MLP's; full the layer's input. With
+    context parallelism, elementwise and products keep what ranks exchanged, too, 2 H + 2 G.
     """
     tp = policy.tensor_parallel
     residual = shape.hidden / tp
@@ -274,10 +274,11 @@ def _saved(shape: ModelShape, policy: MegatronSettings, recompute: str) -> float
         products = 2 * k * shape.ffn / tp
         whole = 2 * products + k * shape.hidden / (tp if apart else 1)
         products, whole = products + 2 * shape.shared_ffn / tp, whole + 3 * shape.shared_ffn / tp
+    gated = residual * bool(shape.shared_ffn)
     around = {
-        "none": 4 * residual + whole,
-        "elementwise": 2 * residual + products,
-        "products": residual,
+        "none": 4 * residual + whole + gated,
+        "elementwise": 2 * residual + products + gated,
+        "products": residual + gated,
         "selective": 4 * residual,
         "full": residual,
     }
@@ -293,24 +294,25 @@ def _saved_of_mixer(shape: ModelShape, policy: MegatronSettings, recompute: str)
     """
     heads, groups = shape.heads * shape.head_dim, shape.groups * shape.head_dim
     exchanged = 2 * (heads + groups) if policy.context_parallel > 1 else 0
-    found = {
-        "none": 4 * heads + 4 * groups,
-        "elementwise": 2 * heads + 2 * groups + exchanged,
-        "products": heads + exchanged,
-        "selective": 3 * heads + 4 * groups,
+    gates = heads if shape.delta else 0  # of attention's output, beside delta nets
+    numbers = {
+        "none": 4 * heads + 4 * groups + 2 * gates,
+        "elementwise": 2 * heads + 2 * groups + exchanged + 3 * gates,
+        "products": heads + exchanged + 2 * gates,
+        "selective": 3 * heads + 4 * groups + 3 * gates,
         "full": 0,
     }[recompute] * shape.attention_layers
     if delta := shape.delta:
         projected = delta.mixed + delta.values + 2 * delta.value_heads
         inside = delta.mixed + 2 * delta.keys + 2 * delta.values + 64 * delta.value_heads
-        found += {
+        numbers += {
             "none": projected + inside + delta.values,
             "elementwise": projected + inside,
-            "products": inside,
+            "products": inside + delta.values,
             "selective": projected + delta.values,
             "full": 0,
         }[recompute] * len(delta.layers)
-    return found / shape.layers / policy.tensor_parallel
+    return numbers / shape.layers / policy.tensor_parallel
 
 
 def _widths(shape: ModelShape) -> tuple[float, float]:

@@ -264,7 +264,8 @@ def _begins(patch: str) -> dict[tuple[str, int], int]:
 def _is_of(name: str, path: str, test: Test) -> bool:
     """Return whether unittest or pytest prints this name for a test; it may be a docstring's first line."""
     in_pytest = "::".join(filter(None, (path, *test.owner.split("."), test.name)))
-    if name.partition("[")[0] == in_pytest or name in (test.doc, test.name):
+    without_file = ".".join(filter(None, (test.owner, test.name)))
+    if name.partition("[")[0] in (in_pytest, without_file) or name in (test.doc, test.name):
         return True
     found = re.fullmatch(r"(\w+) \(([\w.]+)\)", name)
     if found is None or found[1] != test.name:

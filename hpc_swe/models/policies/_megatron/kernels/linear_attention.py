@@ -16,8 +16,8 @@ from torch import Tensor
 
 LENGTH = 64
 """Tokens of a chunk, of which the kernels take one state each."""
-CHUNKS = 256
-"""Chunks that are computed at one time."""
+CHUNKS = 32
+"""Chunks that are computed at one time: with 32 heads of 128 they take 0.5 GB."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ def convolved(states: Tensor, weight: Tensor, ends: Ends) -> Tensor:
     from fla.modules.causal_conv1d import causal_conv1d  # needs Triton
 
     places = {"cu_seqlens": ends.on_device, "cu_seqlens_cpu": ends.on_host}
-    found, _ = causal_conv1d(states[None], weight.squeeze(1), activation="silu", **places)
-    return found.squeeze(0)
+    outputs, _ = causal_conv1d(states[None], weight.squeeze(1), activation="silu", **places)
+    return outputs.squeeze(0)
 
 
 def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, ends: Ends) -> Tensor:
@@ -49,8 +49,8 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: T
     register(_is_refused())
     batch = (each[None] for each in (query, key, value, decay, rate))
     places = {"cu_seqlens": ends.on_device, "cu_seqlens_cpu": ends.on_host}
-    found, _ = chunk_gated_delta_rule(*batch, use_qk_l2norm_in_kernel=True, **places)
-    return found.squeeze(0)
+    outputs, _ = chunk_gated_delta_rule(*batch, use_qk_l2norm_in_kernel=True, **places)
+    return outputs.squeeze(0)
 
 
 @cache
@@ -92,9 +92,8 @@ def gradients_by_chunk(given: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     (_, tokens, groups, width), heads = given["q"].shape, given["v"].shape[2]
     chunks, ends, device = given["chunk_indices"].long(), given["cu_seqlens"].long(), given["q"].device
     sizes = (width, width, width, 1)
-    found = [
-        torch.empty(tokens + 1, heads, size, device=device) for size in sizes
-    ]  # the last row is nobody's
+    # The last row takes what places without a token give.
+    gradients = [torch.empty(tokens + 1, heads, size, device=device) for size in sizes]
     for part in torch.arange(len(chunks), device=device).split(CHUNKS):
         sequence, number = chunks[part].unbind(1)
         rows = (ends[sequence] + LENGTH * number)[:, None] + torch.arange(LENGTH, device=device)
@@ -104,9 +103,9 @@ def gradients_by_chunk(given: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         states = {name: given[name][0, part].float() for name in ("h", "dh")}
         is_there = (rows < tokens)[:, None, :, None]
         results = Chunks(**taken, **states, g=total, is_there=is_there).gradients(float(given["scale"]))
-        for place, result in zip(found, results, strict=True):
+        for place, result in zip(gradients, results, strict=True):
             place[rows] = result.transpose(1, 2)
-    of_q, of_k, of_w, of_g = (each[None, :tokens] for each in found)
+    of_q, of_k, of_w, of_g = (each[None, :tokens] for each in gradients)
     of_q, of_k = (each.unflatten(2, (groups, -1)).sum(3).to(given["q"].dtype) for each in (of_q, of_k))
     return of_q, of_k, of_w.to(given["w"].dtype), of_g.squeeze(3)
 

@@ -3,12 +3,14 @@
 from collections import defaultdict
 from functools import partial
 from statistics import fmean
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import build_module
@@ -117,6 +119,17 @@ class SharedExpert(MegatronModule):  # type: ignore[misc]
         product = cheap(swiglu, costly(lambda each: self.linear_fc1(each)[0], tokens))
         output, _ = self.linear_fc2(product)
         return output * F.linear(tokens, self.gate).sigmoid()
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Describe the halves of the first matrix, which ranks divide one by one, so that others can load."""
+        state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        key = f"{prefix}linear_fc1.weight"
+        return state | {key: apply_swiglu_sharded_factory(state[key], sharded_offsets)}
 
 
 class ExpertLoad:
