@@ -39,7 +39,7 @@ def made(folder: Path) -> list[str]:
         f"model={folder / 'model'}",
         f'taskset={{type="swebench", train={{rows="{folder}/smith.parquet"}}, timeout_s=120.0}}',
         f'sandbox={{images="{folder}/images"}}',
-        f'engine={{type="scripted", replies="{folder}/replies.json", max_model_len=4096}}',
+        f'engine={{type="scripted", replies="{folder}/replies.json"}}',
         'grader={type="swebench", second_sittings=0}',
         'policy={type="megatron", device="cpu", tensor_parallel=1, dtype="float32"}',
         'agent={type="tool_agent", tools=["replace", "submit"], max_turns=5}',
