@@ -423,7 +423,7 @@ def test_a_prompt_that_is_too_long_is_an_engine_error(server: Server) -> None:
 @pytest.mark.skipif(find_spec("numba") is not None, reason="numba is installed")
 def test_without_numba_a_start_with_speculation_says_what_to_install(server: Server) -> None:
     with pytest.raises(ConfigError, match=r"speculation = 'ngram': .* numba"):
-        msgspec.structs.replace(CPU, speculation="ngram").check_model(server.models["a"])
+        msgspec.structs.replace(CPU, speculation="ngram").check_model(server.models["a"], 64)
 
 
 def test_a_missing_model_folder_names_path_and_key(tmp_path: Path) -> None:

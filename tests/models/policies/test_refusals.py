@@ -140,7 +140,7 @@ def test_experts_of_a_layer_in_one_tensor_have_a_remedy(models, tmp_path):
     place = "model.layers.1.mlp.experts"
     rest = {name: tensor for name, tensor in found.items() if not name.startswith(place)}
     save_file(rest | {f"{place}.gate_up_proj": torch.zeros(8, 64, 64)}, folder / "model.safetensors")
-    with pytest.raises(ConfigError, match=rf"but {place}.gate_up_proj, of all experts; open the model with"):
+    with pytest.raises(ConfigError, match=rf"has {place}.gate_up_proj, of all experts; open the model with"):
         Megatron(device="cpu").check_model(folder, data_parallel=1)
 
 
