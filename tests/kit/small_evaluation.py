@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.cluster.processes import free_port
 from hpc_swe.models.engines._vllm.environment import TOKEN
+from hpc_swe.models.engines.scripted import FAULTS
 from tests.kit import checkout
 from tests.kit.checkout import ROOT
 from tests.kit.toy import RECIPES, make_repository, row, write_rows
@@ -97,9 +98,9 @@ class Small:
     def served(self, key: str) -> Iterator[str]:
         """The engine as somebody else's, without routes for updates; its address."""
         port = free_port("127.0.0.1")
-        words = ["127.0.0.1", port, self.folder / "replies.json", self.folder / "model", 8192, "plain"]
+        words = ["127.0.0.1", port, self.folder / "replies.json", self.folder / "model", 8192]
         line = [sys.executable, "-m", "hpc_swe.models.engines.scripted", *map(str, words)]
-        child = subprocess.Popen(line, cwd=ROOT, env={**os.environ, TOKEN: key})
+        child = subprocess.Popen(line, cwd=ROOT, env={**os.environ, TOKEN: key, FAULTS: "plain"})
         try:
             deadline = time.monotonic() + 180
             while not _listens(port):

@@ -5,7 +5,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from hpc_swe.base.records import Episode, Message, ScoredEpisode, Turn, float_array, id_array
+from hpc_swe.base.records import Episode, Message, ScoredEpisode, Timing, Turn, float_array, id_array
 from hpc_swe.base.transcript import arguments, clean
 from hpc_swe.roles.coordinator.batching.samples import find_flaw, path_to, trained_turns
 from hpc_swe.view.report.spelling import Speller
@@ -39,7 +39,7 @@ def whole(scored: ScoredEpisode, use: Use, speller: Speller | None) -> Data:
         "passed": [clean(name) for name in score.passed],
         "failed": [clean(name) for name in score.failed],
         "submission": clean(episode.submission),
-        "seconds": [*msgspec.to_builtins(episode.timing).items(), ("grading_s", score.seconds)],
+        "seconds": [*_seconds(episode.timing), ("grading_s", score.seconds)],
         "counts": sorted((clean(name), count) for name, count in episode.counts.items()),
         "worker": clean(episode.worker),
         "self_checks": [clean(fault) for fault in scored.self_checks],
@@ -49,6 +49,12 @@ def whole(scored: ScoredEpisode, use: Use, speller: Speller | None) -> Data:
         "turns": turns,
         "words": words,
     }
+
+
+def _seconds(timing: Timing) -> list[tuple[str, float]]:
+    """Return the parts of an episode's time, those in the stages of engines too."""
+    parts = msgspec.to_builtins(timing)
+    return [(name, value) for name, value in (parts | parts.pop("stages")).items() if name.endswith("_s")]
 
 
 def _sound(episode: Episode) -> Episode:
