@@ -4,11 +4,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from hpc_swe.makers.images.sources import apptainer
-from tests.kit.checkout import IMAGES
-from tests.kit.toy import MORE_PYTESTS, PYTESTS, git, make_repository
+from tests.kit.images import UNPACKED, require_apptainer
+from tests.kit.toy import MENDED, MORE_PYTESTS, PYTESTS, git, make_repository
 
 TESTS = PYTESTS + MORE_PYTESTS
 HIDDEN = "tests/test_plain.py"
@@ -31,11 +29,9 @@ class TestNever:
 
 def publish(folder: Path) -> Path:
     """Make published.sif in a folder; its repository is at the commit before the last, which subtracts."""
-    base = IMAGES / "python-pytest"
-    if shutil.which("apptainer") is None or not base.is_dir():
-        pytest.skip("Apptainer or its unpacked task image is missing: containers/build_image.sh")
+    require_apptainer(UNPACKED)
     tree, sif = folder / "tree", folder / "published.sif"
-    subprocess.run(["cp", "-a", str(base), str(tree)], check=True, timeout=300)
+    subprocess.run(["cp", "-a", str(UNPACKED), str(tree)], check=True, timeout=300)
     shutil.rmtree(tree / "testbed", ignore_errors=True)
     commit = make_repository(tree / "testbed", {HIDDEN: TESTS})
     git(tree / "testbed", "reset", "-q", "--hard", commit)
@@ -43,6 +39,7 @@ def publish(folder: Path) -> Path:
     made = {
         "testbed/run_tests.sh": "python -m pytest r2e_tests\n",
         "testbed/.venv/bin/python": run_it,
+        "testbed/calc/__pycache__/core.cpython-311.pyc": MENDED,
         "r2e_tests/__init__.py": "",
         "r2e_tests/test_1.py": R2E_TESTS,
         "opt/miniconda3/bin/activate": 'conda() { PATH="/opt/miniconda3/envs/testbed/bin:$PATH"; }\n',

@@ -72,6 +72,17 @@ RECIPES = {
 }
 
 
+REVERTS = (
+    "git checkout HEAD~1 -- .",
+    "git checkout origin/main -- .",
+    "git reset --hard HEAD@{1}",
+    "git revert --no-edit HEAD",
+    "git stash pop",
+    "git restore --source=$(git fsck --lost-found | cut -d' ' -f3 | head -n 1) .",
+)
+"""How a policy may look for a state that a repository had before."""
+
+
 def git(folder: Path, *words: str) -> str:
     identity = ["-c", "user.name=t", "-c", "user.email=t@t", "-c", "init.defaultBranch=main"]
     command = ["git", *identity, *words]

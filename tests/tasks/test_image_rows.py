@@ -24,6 +24,7 @@ from tests.kit.published_rows import r2e_row, smith_row
 from tests.kit.toy import (
     BROKEN,
     MENDED,
+    REVERTS,
     Checkout,
     gold,
     make_repository,
@@ -37,14 +38,6 @@ CHEATS = {
     "adds a plugin": new("conftest.py", "def pytest_collection_modifyitems(items):\n    items.clear()\n"),
     "nothing": "",
 }
-REVERTS = (
-    "git checkout HEAD~1 -- .",
-    "git checkout origin/main -- .",
-    "git reset --hard HEAD@{1}",
-    "git revert --no-edit HEAD",
-    "git stash pop",
-    "git restore --source=$(git fsck --lost-found | cut -d' ' -f3 | head -n 1) .",
-)
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +154,7 @@ def test_rows_of_both_sets_are_judged_in_images_built_of_published_ones(images, 
     with sandboxes.open(of_r2e) as sandbox:
         looked = sandbox.run("ls / /testbed; find / -name 'test_1*' -not -path '/proc/*'", 60).output
         assert not {"r2e_tests", "run_tests.sh", "/r2e_tests/test_1.py"} & {*looked.split("\n")}
+        assert sandbox.run("find . -name __pycache__", 60).output == ""
         sandbox.write("calc/core.py", MENDED.encode())
         sandbox.write("r2e_tests/test_1.py", b"def test_double():\n    pass\n")
         mended = take(of_r2e, sandbox, sandboxes)

@@ -113,6 +113,7 @@ def test_calls_are_read_and_other_text_is_none(kind, text, content, calls):
         ("mistral", "[TOOL_CALLS]view m.py", "Expecting value"),
         ("mistral", '[TOOL_CALLS][{"name": "view"}]', "arguments"),
         ("mistral", "[TOOL_CALLS]", "Expecting value"),
+        ("mistral", '[TOOL_CALLS]view[ARGS]{"end": NaN}', "malformed"),  # which Python's decoder would take
     ],
 )
 def test_a_fault_is_explained_to_the_policy(kind, text, fault):

@@ -1,7 +1,6 @@
 """A task may start from a patch of its image's repository: nothing in its sandbox shows the state before."""
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -15,10 +14,11 @@ from hpc_swe.base.records import Start
 from hpc_swe.makers.images.repository import stage
 from hpc_swe.tasks.graders.swebench import Swebench
 from hpc_swe.tasks.patch import take
-from tests.kit.checkout import IMAGES
+from tests.kit.images import UNPACKED, require_apptainer
 from tests.kit.toy import (
     BROKEN,
     MENDED,
+    REVERTS,
     Checkout,
     git,
     gold,
@@ -36,16 +36,6 @@ HISTORY = (
 EVERYTHING = (
     "git cat-file --batch-all-objects --batch --buffer; cat .git/packed-refs .git/logs/HEAD; git stash list"
 )
-REVERTS = (
-    "git checkout {base} -- .",
-    "git checkout HEAD~1 -- .",
-    "git checkout origin/main -- .",
-    "git reset --hard HEAD@{{1}}",
-    "git revert --no-edit HEAD",
-    "git restore --source=$(git fsck --lost-found | cut -d' ' -f3 | head -n 1) .",
-)
-
-
 UNTOUCHED = "find calc tests -name '*.py' ! -newermt 2021-01-01"
 
 
@@ -66,11 +56,9 @@ def started(folder: Path, base: str, **more: object):
 @pytest.fixture(scope="module")
 def opened(mended, tmp_path_factory: pytest.TempPathFactory) -> tuple[Apptainer, str]:
     """An image at the sound commit, as `build_images` lays its repository out."""
-    base_image = IMAGES / "python-pytest"
-    if shutil.which("apptainer") is None or not base_image.is_dir():
-        pytest.skip("Apptainer or its unpacked task image is missing: containers/build_image.sh")
+    require_apptainer(UNPACKED)
     images = tmp_path_factory.mktemp("images")
-    subprocess.run(["cp", "-a", str(base_image), str(images / "calc")], check=True, timeout=300)
+    subprocess.run(["cp", "-a", str(UNPACKED), str(images / "calc")], check=True, timeout=300)
     stage(mended[0], mended[1], images / "calc" / "testbed")
     subprocess.run(
         ["find", images / "calc/testbed", "-exec", "touch", "-hd", "2020-01-01", "{}", "+"], check=True
@@ -88,8 +76,8 @@ def test_a_policy_finds_no_state_before_the_start_in_an_image(mended, opened, tm
         assert sandbox.run(HISTORY, 60).output.split() == ["1", "0", "refs/heads/main"]
         assert "a + b" not in sandbox.run(EVERYTHING, 60).output
         assert sandbox.run(UNTOUCHED, 60).output == ""  # or times would name the file with the fault
-        for revert in REVERTS:
-            sandbox.run(revert.format(base=mended[1]), 60)
+        for revert in (f"git checkout {mended[1]} -- .", *REVERTS):
+            sandbox.run(revert, 60)
             assert sandbox.run("grep -rn 'a + b' .", 60).output == "", revert
 
 
@@ -146,6 +134,13 @@ def test_a_start_that_does_not_fit_blames_the_image_and_no_policy(mended, tmp_pa
         Checkout(repository=str(source)).open(task).__enter__()
 
 
-def test_an_eval_script_cannot_follow_a_start(tmp_path, mended):
-    with pytest.raises(ConfigError, match="column start_patch: an eval_script checks out the base commit"):
-        started(tmp_path, mended[1], eval_script="true", log_parser="parse_log_pytest")
+@pytest.mark.parametrize(
+    ("columns", "fault"),
+    [
+        ({"eval_script": "true", "log_parser": "parse_log_pytest"}, "checks out the base commit"),
+        ({"eval_type": "fail_only"}, "counts tests that never ran as passed"),
+    ],
+)
+def test_a_row_whose_judge_does_not_go_with_a_start_is_refused(tmp_path, mended, columns, fault):
+    with pytest.raises(ConfigError, match=fault):
+        started(tmp_path, mended[1], **columns)
