@@ -215,6 +215,30 @@ class ExitStatus(StrEnum):
         return self in (ExitStatus.MAX_TURNS, ExitStatus.CONTEXT)
 
 
+class EngineTime(Record, frozen=True, kw_only=True):
+    """The seconds between an engine's answers were spent on these."""
+
+    prefill_s: float = 0.0
+    """On forward passes that computed a prompt, or a part of one, while others sampled."""
+    decode_s: float = 0.0
+    """On forward passes that only sampled."""
+    full_s: float = 0.0
+    """Those of `decode_s` in which requests waited for room."""
+    paused_s: float = 0.0
+    """Loading new weights, or asleep."""
+    idle_s: float = 0.0
+    """Without any request."""
+
+    def __add__(self, other: "EngineTime") -> "EngineTime":
+        return EngineTime(
+            prefill_s=self.prefill_s + other.prefill_s,
+            decode_s=self.decode_s + other.decode_s,
+            full_s=self.full_s + other.full_s,
+            paused_s=self.paused_s + other.paused_s,
+            idle_s=self.idle_s + other.idle_s,
+        )
+
+
 class EngineStages(Record, frozen=True, kw_only=True):
     """Requests to engines took these seconds in the stages of an engine, by its own clock, in total."""
 
@@ -224,6 +248,8 @@ class EngineStages(Record, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Those of the prompts' tokens whose keys and values the engine still had."""
+    engine: EngineTime = EngineTime()
+    """What the engines as wholes did since the answers before these."""
 
     def __add__(self, other: "EngineStages") -> "EngineStages":
         return EngineStages(
@@ -232,6 +258,7 @@ class EngineStages(Record, frozen=True, kw_only=True):
             decode_s=self.decode_s + other.decode_s,
             prompt_tokens=self.prompt_tokens + other.prompt_tokens,
             cached_tokens=self.cached_tokens + other.cached_tokens,
+            engine=self.engine + other.engine,
         )
 
 

@@ -125,7 +125,7 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
             options["speculative-config"] = NGRAM
         if self.tensor_parallel == 1:
             options["distributed-executor-backend"] = "uni"
-        flags = ["--tokens-only", "--disable-uvicorn-access-log"]
+        flags = ["--tokens-only", "--disable-uvicorn-access-log", "--enable-logging-iteration-details"]
         flags += ["--enforce-eager"] if self.device == "cpu" else []
         flags += ["--enable-return-routed-experts"] if self.return_routing else []
         pairs = [part for key, value in options.items() for part in (f"--{key}", str(value))]

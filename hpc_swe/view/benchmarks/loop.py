@@ -29,6 +29,8 @@ WAIT, KINDS, PARTS = "step_seconds/wait", ("finished", "trained", "dropped"), 4
 TRAINS = ("reference", "forward", "backward", "optimizer")
 STAGES = ("queue", "sandbox", "engine_queue", "prefill", "decode", "tools", "grading")
 """Parts of an episode, curves of seconds/."""
+ENGINE = ("prefill", "decode", "full", "paused", "idle")
+"""Parts of an engine's time, curves of engines/."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,7 @@ def figures(loop: Loop) -> dict[str, str]:
         "learner publishes %": f"{loop.share('publish', 'checkpoint'):.1f}",
         "in engines": f"{sum(s.weighted('seconds/engine') for s in loop.steps) / loop.seconds / engines:.1f}",
         **{f"s in {stage}": f"{_mean(loop.steps, f'seconds/{stage}'):.3g}" for stage in STAGES},
+        **{f"engine {part} %": f"{100 * _mean(loop.steps, f'engines/{part}'):.1f}" for part in ENGINE},
         "prompts cached %": f"{100 * cached / max(prompts, 1.0):.1f}",
         "stale mean": f"{fmean(ages):.2f}",
         "stale max": f"{oldest:.0f}",
@@ -217,6 +220,7 @@ def main() -> None:
     tables.show(tables.console, rates)
     tables.say("in engines: mean number of episodes that wait for a completion at a time, for each engine")
     tables.say("s in queue, sandbox, ..: seconds of an episode in spools, and in each stage of its work")
+    tables.say("engine prefill %, decode %, ..: of its time; full: of decode, while requests wait for room")
     tables.say("solve q1..q4: share of resolved episodes in each quarter of the samples")
     tables.show(tables.console, counts)
 

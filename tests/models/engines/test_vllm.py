@@ -118,10 +118,19 @@ def test_sampled_logprobs_are_those_of_transformers(server: Server, name: str) -
 
 def test_an_answer_says_what_each_stage_took_and_what_was_cached(fresh: Server) -> None:
     prompt = np.random.default_rng(1).integers(10, VOCABULARY, 600).tolist()
-    first, again = sample(fresh, prompt).stages, sample(fresh, prompt).stages
+    sample(fresh, TEXT)
+    began = time.monotonic()
+    first = sample(fresh, prompt).stages
+    time.sleep(1.0)
+    again = sample(fresh, prompt).stages
+    passed_s = time.monotonic() - began
     assert first.cached_tokens == 0 < again.cached_tokens < 600 == again.prompt_tokens
     assert 0 <= first.queue_s < first.prefill_s + first.decode_s
     assert min(first.prefill_s, first.decode_s) > 0
+    spent = first.engine + again.engine
+    assert spent.idle_s > 1.0
+    assert min(spent.prefill_s, spent.decode_s) > spent.full_s == spent.paused_s == 0
+    assert 0.8 * passed_s < spent.prefill_s + spent.decode_s + spent.idle_s < passed_s + 1.0
 
 
 def test_temperature_0_is_greedy(fresh: Server) -> None:

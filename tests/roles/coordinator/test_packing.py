@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from hpc_swe.base import records
 from hpc_swe.base.errors import ConfigError
-from hpc_swe.base.records import Sample
-from hpc_swe.roles.coordinator.batching.batch_metrics import of_packing
+from hpc_swe.base.records import EngineTime, Sample
+from hpc_swe.roles.coordinator.batching.batch_metrics import of_engines, of_packing
 from hpc_swe.roles.coordinator.batching.packing import cost, pack, pack_minibatches, token_weights
 from tests.kit.made_episodes import array
 
@@ -36,6 +36,13 @@ def test_a_sample_without_routing_is_routed_freely_beside_one_with():
     (batch,) = pack(0, [sample(4), sample(2, 1)], [1.0, 1.0], 100, 1)
     assert batch.microbatches[0].routing == b""
     assert "batch/unrouted" not in of_packing([batch], 100)
+
+
+def test_parts_of_an_engines_time_are_shares_of_all_of_it():
+    found = of_engines(EngineTime(prefill_s=1.0, decode_s=4.0, full_s=2.0, paused_s=2.0, idle_s=1.0))
+    parts = {"prefill": 0.125, "decode": 0.5, "full": 0.25, "paused": 0.25, "idle": 0.125}
+    assert found == {f"engines/{name}": share for name, share in parts.items()}
+    assert of_engines(EngineTime()) == {}
 
 
 def tokens(batches):

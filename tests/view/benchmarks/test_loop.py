@@ -71,7 +71,7 @@ def made(tmp_path):
     }
     for step in range(5):  # the first two and the last are left out, at staleness 1
         stages = {"seconds/engine": 2.0, "seconds/decode": 1.5, "episodes/prompt_tokens": 40.0}
-        stages |= {"episodes/cached_tokens": 30.0}
+        stages |= {"episodes/cached_tokens": 30.0, "engines/idle": 0.25}
         curves.write(step, {"step_seconds/wait": 0.0, "solve/train": 0.5, **stages, **deciles})
     return maker.run.root
 
@@ -82,6 +82,7 @@ def test_the_command_prints_rates_and_counts_by_length(made):
     assert "asynchronous" in done.stdout
     cells = {line.rpartition(" ")[0].strip(): line.split()[-1] for line in done.stdout.splitlines() if line}
     assert (cells["s in decode"], cells["prompts cached %"]) == ("1.5", "75.0")
+    assert (cells["engine idle %"], cells["engine full %"]) == ("25.0", "0.0")
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith("made")]
     assert ["made", "trained", *["2"] * 10] in rows
     done = typed("hpc_swe.benchmarks.loop", made.parent)

@@ -12,6 +12,7 @@ from uuid import uuid4
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from vllm import exceptions
 from vllm.inputs.engine import tokens_input
@@ -20,8 +21,9 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from hpc_swe.base.records import EngineStages
+from hpc_swe.base.records import EngineStages, EngineTime
 from hpc_swe.models.engines._answers import SampleAnswer, SampleRequest, TokenScores
+from hpc_swe.models.engines._vllm.clock import PAUSES, RESUMES, EngineClock
 from hpc_swe.models.engines._vllm.gate import SAMPLE, Scope, Send, answer
 
 BAD_REQUEST = (ValueError, getattr(exceptions, "VLLMClientError", ValueError))
@@ -34,13 +36,24 @@ class SampleRoute:
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
+        self._clock: EngineClock | None = None
+        """That of the engine, once a request has come; before, it has computed nothing."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope.get("path") != SAMPLE:
-            await self._app(scope, receive, send)
+        path = scope.get("path")
+        if path == SAMPLE:
+            await self._answer(scope["app"].state.engine_client, receive, send)
             return
+        if self._clock and path in PAUSES:
+            self._clock.pause()
+        await self._app(scope, receive, send)
+        if self._clock and path in RESUMES:
+            self._clock.resume()
+
+    async def _answer(self, engine: Any, receive: Receive, send: Send) -> None:
+        clock = self._clock = self._clock or _watch(engine)
         body = await _read(receive)
-        sampling = asyncio.create_task(_sample(scope["app"].state.engine_client, body))
+        sampling = asyncio.create_task(_sample(engine, body, clock))
         leaving = asyncio.create_task(_await_disconnect(receive))
         try:
             await asyncio.wait((sampling, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -50,6 +63,15 @@ class SampleRoute:
             for task in (sampling, leaving):
                 task.cancel()  # vLLM then aborts what is still sampled
             await asyncio.gather(sampling, leaving, return_exceptions=True)
+
+
+def _watch(engine: Any) -> EngineClock:
+    """Return a clock that hears of each forward pass, unless vLLM was started with --disable-log-stats."""
+    speculation = engine.vllm_config.speculative_config
+    clock = EngineClock(speculation.num_speculative_tokens if speculation else 0)
+    if engine.logger_manager is not None:
+        engine.logger_manager.stat_loggers.insert(0, clock)
+    return clock
 
 
 async def _read(receive: Receive) -> bytes:
@@ -66,8 +88,9 @@ async def _await_disconnect(receive: Receive) -> None:
         pass
 
 
-async def _sample(engine: Any, body: bytes) -> tuple[int, bytes]:
+async def _sample(engine: Any, body: bytes, clock: EngineClock) -> tuple[int, bytes]:
     """Return the status and the body of the answer to a `SampleRequest`."""
+    clock.begin()
     try:
         request = msgspec.json.decode(body, type=SampleRequest)
         settings = SamplingParams(
@@ -81,10 +104,14 @@ async def _sample(engine: Any, body: bytes) -> tuple[int, bytes]:
     except (EngineDeadError, EngineGenerateError) as error:
         cause = error.__cause__ or error  # not raised: vLLM gives one object to all requests, and the
         return 500, f"{type(cause).__name__}: {cause}".encode()  # tracebacks that it collects would be logged
-    return 200, msgspec.msgpack.encode(_describe(outputs[-1]))
+    finally:
+        clock.end()
+    is_probe = outputs[-1].prompt_logprobs is not None  # no episode has its answer
+    spent = EngineTime() if is_probe else clock.take()
+    return 200, msgspec.msgpack.encode(_describe(outputs[-1], spent))
 
 
-def _describe(result: RequestOutput) -> SampleAnswer:
+def _describe(result: RequestOutput, spent: EngineTime) -> SampleAnswer:
     [output] = result.outputs
     return SampleAnswer(
         token_ids=list(output.token_ids),
@@ -94,7 +121,7 @@ def _describe(result: RequestOutput) -> SampleAnswer:
         stop_reason=output.stop_reason,
         weight_versions=getattr(output, "weight_versions", None),  # vLLM 0.26 has none
         routed_experts=None if output.routed_experts is None else _file(output.routed_experts),
-        stages=_stages(result),
+        stages=replace(_stages(result), engine=spent),
     )
 
 

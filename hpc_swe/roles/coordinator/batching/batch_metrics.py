@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 
+import msgspec
 import numpy as np
 
-from hpc_swe.base.records import FREE, Batch, MicroBatch, ScoredEpisode
+from hpc_swe.base.records import FREE, Batch, EngineTime, MicroBatch, ScoredEpisode
 from hpc_swe.config.settings import ShapingConfig
 from hpc_swe.roles.coordinator.batching.batches import BatchPlan, GroupDecision
 from hpc_swe.roles.coordinator.batching.groups import Group
@@ -169,7 +170,15 @@ def _episodes(results: Sequence[ScoredEpisode]) -> dict[str, float]:
         "episodes/cached_tokens": _mean([each.cached_tokens for each in stages]),
         "seconds/tools": _mean([episode.timing.tools_s for episode in episodes]),
         "seconds/grading": _mean([scored.score.seconds for scored in results]),
+        **of_engines(sum((each.engine for each in stages), EngineTime())),
     }
+
+
+def of_engines(spent: EngineTime) -> dict[str, float]:
+    """Return shares of the engines' time; none where engines do not say what they do."""
+    whole = spent.prefill_s + spent.decode_s + spent.paused_s + spent.idle_s
+    parts = msgspec.structs.asdict(spent).items() if whole else ()
+    return {f"engines/{name.removesuffix('_s')}": seconds / whole for name, seconds in parts}
 
 
 def _deciles(decided: Decided) -> dict[str, float]:
