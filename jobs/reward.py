@@ -46,7 +46,7 @@ def _resources(run: RunDir, config: RunConfig, sandboxes: WatchedSandboxes) -> R
         grader=config.grader,
         config=config.reward,
         references=references(run, config),
-        alone=(sys.executable, "-m", "jobs.reward", str(run.root), ALONE),
+        alone=(sys.executable, "-P", "-m", "jobs.reward", str(run.root), ALONE),
     )
 
 

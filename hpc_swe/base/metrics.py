@@ -236,7 +236,7 @@ class Log:
         self.recent: dict[str, list[float]] = {}
         """Last values by curve, oldest first."""
         with atomic.storage(path):
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, atomic.READERS.mode)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, atomic.MODE)
         size = os.fstat(self._file).st_size
         self._is_torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
         """Whether the file ends in the middle of a line, for example because the disk was full."""

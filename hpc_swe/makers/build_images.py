@@ -19,7 +19,7 @@ from hpc_swe.base.tables import bars, say
 from hpc_swe.config import config as configuration
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.makers.images.sources import Built, ImageSource, Pulled
-from hpc_swe.makers.images.store import ImageStore, Problem
+from hpc_swe.makers.images.store import BASE, ImageStore, Problem
 from hpc_swe.tasks import task_checks
 
 
@@ -82,9 +82,7 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
         "--requirements", type=cli.path, help="file of the packages that the tests need, for pip"
     )
     recipe.add_argument("--wheels", type=cli.path, help="folder of wheels (default: pip's configured index)")
-    recipe.add_argument(
-        "--base", type=cli.path, help="unpacked base image (default: python-pytest beside them)"
-    )
+    recipe.add_argument("--base", type=cli.path, help=f"unpacked base image (default: {BASE} beside them)")
     recipe.add_argument(
         "--set-up",
         action="append",
@@ -97,7 +95,7 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
 def recipe(arguments: argparse.Namespace, repository: Path, sandbox: ImageSandboxes) -> Built:
     """Return the source of images that the options of a recipe describe."""
     images = Path(sandbox.images)
-    base = arguments.base or images / "python-pytest"
+    base = arguments.base or images / BASE
     set_up = tuple(arguments.set_up)
     return Built(images, base, repository, arguments.requirements, arguments.wheels, set_up, sandbox)
 

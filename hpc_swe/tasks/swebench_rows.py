@@ -77,23 +77,27 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Patterns of the paths that are tests, where a star also matches slashes; empty is `TESTS`."""
 
     def __post_init__(self) -> None:
-        fail_to_pass, _ = self.fail_to_pass, self.pass_to_pass  # either raises ValueError if it is not a list
-        why = ""
-        if not fail_to_pass:
-            why = "FAIL_TO_PASS is empty: swebench calls every patch resolved"
-        elif not IMAGE_NAME.fullmatch(self.image_name):
-            column = "image" if self.image else "instance_id"
-            why = f"column {column}: {self.image or self.instance_id!r} gives no name of an image"
-        elif self.workdir and not _WORKDIR.fullmatch(self.workdir):
-            why = f"column workdir: {self.workdir!r} is no folder of an image, such as '/testbed'"
-        elif self.eval_script and not self.log_parser:
-            why = "eval_script without log_parser"
-        elif self.eval_type != "pass_and_fail":
-            why = f"eval_type {self.eval_type!r} counts tests that never ran as passed: it gives no reward"
-        elif self.start:
-            why = self._wrong_start()
-        if why:
+        msgspec.structs.force_setattr(self, "image", self.image.removeprefix("docker://"))
+        msgspec.structs.force_setattr(self, "workdir", self.workdir.rstrip("/") or self.workdir)
+        if why := self._fault():
             raise ValueError(f"{self.instance_id}: {why}")
+
+    def _fault(self) -> str:
+        fail_to_pass, _ = self.fail_to_pass, self.pass_to_pass  # either raises ValueError if it is not a list
+        if not fail_to_pass:
+            return "FAIL_TO_PASS is empty: swebench calls every patch resolved"
+        if "://" in self.image:
+            return f"column image: {self.image!r}: of all schemes only docker:// is known; leave it out"
+        if not IMAGE_NAME.fullmatch(self.image_name):
+            column = "image" if self.image else "instance_id"
+            return f"column {column}: {self.image or self.instance_id!r} gives no name of an image"
+        if self.workdir and not _WORKDIR.fullmatch(self.workdir):
+            return f"column workdir: {self.workdir!r} is no folder of an image, such as '/testbed'"
+        if self.eval_script and not self.log_parser:
+            return "eval_script without log_parser"
+        if self.eval_type != "pass_and_fail":
+            return f"eval_type {self.eval_type!r} counts tests that never ran as passed: it gives no reward"
+        return self._wrong_start() if self.start else ""
 
     def _wrong_start(self) -> str:
         wrong = [path for path in self.hidden_tests if not _HIDDEN.fullmatch(path)]

@@ -165,7 +165,6 @@ def alone():
     """Later tests of this process share nothing."""
     yield
     os.umask(0o077)
-    atomic.READERS.mode = 0o600
 
 
 SECRETS = {"token", "tasks.parquet", "references.json", "changed_tests.json"}

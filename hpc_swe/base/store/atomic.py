@@ -6,7 +6,6 @@ import io
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -34,16 +33,8 @@ REFUSALS = {
 }
 
 STALE_TRIES = 5
-
-
-@dataclass
-class Readers:
-    """Say who may read the files that this process publishes; `sharing.take_umask` decides that for a run."""
-
-    mode: int = 0o600
-
-
-READERS = Readers()
+MODE = 0o640
+"""Mode of what is published, less the umask of the process, which `sharing.take_umask` sets for a run."""
 
 
 @lru_cache(maxsize=1)
@@ -105,7 +96,7 @@ def write_new(path: Path, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _written(path: Path, data: bytes, durable: bool, mode: int = 0) -> Iterator[Path]:
+def _written(path: Path, data: bytes, durable: bool, mode: int = MODE) -> Iterator[Path]:
     """Write `data` to a temporary file beside `path`, which is removed when the block fails.
 
     The fsync is not for power cuts: a Lustre client that dies with dirty pages would leave a renamed
@@ -114,9 +105,7 @@ def _written(path: Path, data: bytes, durable: bool, mode: int = 0) -> Iterator[
     name = temporary(path)
     with storage(path):
         try:
-            with os.fdopen(
-                os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode or READERS.mode), "wb"
-            ) as file:
+            with os.fdopen(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
                 file.write(data)
                 file.flush()
                 if durable:

@@ -26,10 +26,8 @@ def is_shared(run: RunDir) -> bool:
 
 
 def take_umask(run: RunDir) -> None:
-    """Set the umask of a process that works for a run, and the mode of what it publishes."""
-    shared = is_shared(run)
-    os.umask(0o027 if shared else 0o077)
-    atomic.READERS.mode = 0o640 if shared else 0o600
+    """Set the umask of a process that works for a run, which decides who may read what it publishes."""
+    os.umask(0o027 if is_shared(run) else 0o077)
 
 
 def share(run: RunDir, with_group: bool) -> None:

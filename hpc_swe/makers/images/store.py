@@ -22,6 +22,8 @@ from hpc_swe.makers.images.commands import remove
 from hpc_swe.makers.images.sources import Built, ImageSource, apptainer
 from hpc_swe.tasks.swebench_rows import IMAGE_NAME
 
+BASE = "python-pytest"
+"""Image that containers/build_image.sh makes, of which images of local recipes are made."""
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
@@ -201,6 +203,8 @@ class ImageStore:
 
 def _require_name(image: str) -> None:
     """Raise HpcSweError for a name by which files of other images would be removed."""
+    if image == BASE:
+        raise HpcSweError(f"column image: {BASE} is the base of other images, and stays; take another name")
     if not IMAGE_NAME.fullmatch(image):
         raise HpcSweError(f"{image!r} is no name of an image: correct the column image")
 

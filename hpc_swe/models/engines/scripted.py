@@ -70,7 +70,7 @@ class Scripted(Vllm, frozen=True, kw_only=True):
         if not Path(self.replies).is_file():
             raise ConfigError(f"[engine] replies = {self.replies!r}: no such file")
         words = [host, str(port), self.replies, str(model), str(context)]
-        return [sys.executable, "-m", "hpc_swe.models.engines.scripted", *words]
+        return [sys.executable, "-P", "-m", "hpc_swe.models.engines.scripted", *words]
 
 
 class _Update(Struct, frozen=True):

@@ -33,7 +33,7 @@ class Child:
         self.output = output
         self._stopped, self._due = StoppedProcesses(), 0.0
         self._folder = scratch.make()  # also removes folders of engines killed together with their guard
-        guard = [sys.executable, "-m", "hpc_swe.roles.inference.guard", str(self._folder), *command]
+        guard = [sys.executable, "-P", "-m", "hpc_swe.roles.inference.guard", str(self._folder), *command]
         with atomic.storage(output):
             output.parent.mkdir(parents=True, exist_ok=True)
             log = output.open("ab")

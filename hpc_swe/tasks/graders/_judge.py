@@ -45,7 +45,7 @@ def report(task: Task, patch: str, log: str, cpu_s: int = 20, memory: int = 2 <<
         "limits": {"cpu_s": cpu_s, "memory": memory},
     }
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUTF8": "1"}
-    command, stdin = [sys.executable, "-m", __name__], json.dumps(request).encode()
+    command, stdin = [sys.executable, "-P", "-m", __name__], json.dumps(request).encode()
     try:
         with boundary(SandboxError, "start swebench's parser"):
             child = Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=environment)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_swe.base import metrics
 from hpc_swe.base.errors import StorageError
 from hpc_swe.base.store import atomic, folders
 from tests.kit.crash import FORK, in_child
@@ -144,6 +145,13 @@ def test_a_writer_that_is_told_to_exit_takes_its_temporaries_along(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_published_is_for_its_owner_only(tmp_path):
-    atomic.write(tmp_path / "token", b"secret")
-    assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
+@pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o027, 0o640), (0, 0o640)])
+def test_the_umask_alone_says_who_may_read_what_is_published(tmp_path, umask, mode):
+    """Nothing else is remembered between two runs of one process. A secret is for its owner in any case."""
+    before = os.umask(umask)
+    atomic.write(tmp_path / "cell", b"")
+    atomic.write_secret(tmp_path / "token", b"secret")
+    metrics.Log(tmp_path / "log")
+    os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == {"cell": mode, "log": mode, "token": 0o600}

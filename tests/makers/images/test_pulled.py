@@ -252,15 +252,18 @@ def test_a_link_of_an_image_does_not_lead_to_a_repository_of_the_host(tried, rep
 def test_a_name_that_is_no_files_removes_no_other_image(repository, tmp_path):
     toy = task(tmp_path, "unittest", repository[1])
     shelf = ImageStore(tmp_path / "images")
-    (shelf.images / "other").mkdir(parents=True)
+    kept = [shelf.images / "other", shelf.images / "python-pytest"]
+    for folder in kept:
+        folder.mkdir(parents=True)
     source = Pulled("docker://host/{reference}", Apptainer())
-    for name in ("", ".."):
+    why = {"": "is no name of an image", "..": "is no name of an image", "python-pytest": "take another name"}
+    for name, message in why.items():
         bad = msgspec.structs.replace(toy, image=name)
-        with pytest.raises(HpcSweError, match="is no name of an image"):
+        with pytest.raises(HpcSweError, match=message):
             shelf.discard(bad)
-        with pytest.raises(HpcSweError, match="is no name of an image"):
+        with pytest.raises(HpcSweError, match=message):
             shelf.build(source, Problem(bad, gold()))
-    assert (shelf.images / "other").exists()
+    assert all(folder.exists() for folder in kept)
 
 
 def bare_image(folder: Path) -> Path:

@@ -328,6 +328,13 @@ def test_a_text_that_freezes_the_parser_is_unresolved_and_freezes_no_other(tmp_p
     assert time.monotonic() - began < 200.0
 
 
+def test_the_parser_imports_nothing_from_the_working_folder(tmp_path, monkeypatch):
+    (tmp_path / "json.py").write_text("raise SystemExit('not the one of Python')\n")
+    monkeypatch.chdir(tmp_path)
+    _, found = log("pytest", {"t.py::a": "passed"}, fails=["t.py::a"], passes=[], folder=tmp_path)
+    assert found["FAIL_TO_PASS"]["success"] == ["t.py::a"]
+
+
 def test_a_log_that_fills_the_parser_s_memory_is_unresolved(tmp_path):
     (one,) = taskset(write_rows(tmp_path / "rows.jsonl", row("unittest", "0" * 40))).load("train")
     found = _judge.report(one, "x", f"{START}\n" + "x" * (1 << 22), memory=1 << 20)

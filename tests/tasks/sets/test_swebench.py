@@ -96,6 +96,8 @@ def test_ids_select_and_order(tmp_path):
         ({"image": "x/"}, "rows.jsonl:2: toy__pytest-1: column image: 'x/' gives no name of an image"),
         ({"image": "a/.."}, "rows.jsonl:2: toy__pytest-1: column image: 'a/..' gives no name"),
         ({"instance_id": "a\nb"}, "column instance_id: 'a\\nb' gives no name of an image"),
+        ({"image": "oras://host/a"}, "column image: 'oras://host/a': of all schemes only docker:// is known"),
+        ({"workdir": "/"}, "rows.jsonl:2: toy__pytest-1: column workdir: '/' is no folder"),
         ({"workdir": "/../etc"}, "rows.jsonl:2: toy__pytest-1: column workdir: '/../etc' is no folder"),
         ({"workdir": 7}, "got `int` - at `$.workdir`; if its workdir is of another kind, rename the column"),
         ({"recipe": "bake"}, "`$.recipe`; if its recipe is of another kind, rename the column"),
@@ -108,6 +110,19 @@ def test_a_bad_row_is_named_with_its_line(tmp_path, change, complaint):
     with pytest.raises(ConfigError) as caught:
         list(taskset(rows).load("train"))
     assert complaint in str(caught.value)
+
+
+def test_a_scheme_before_an_image_and_a_last_slash_change_nothing(tmp_path):
+    rows = [
+        row("pytest", BASE, image=image, workdir=workdir)
+        for image, workdir in (("host:1/me/tool:b", "/app"), ("docker://host:1/me/tool:b", "/app/"))
+    ]
+    plain, other = (
+        list(taskset(write_rows(tmp_path / f"{number}.jsonl", each)).load("train"))
+        for number, each in enumerate(rows)
+    )
+    assert other == plain
+    assert (plain[0].image, plain[0].tests.extra["image"]) == ("tool+b", "me/tool:b")
 
 
 def test_what_is_no_json_an_unknown_id_and_a_name_of_a_hub_are_refused(tmp_path):
