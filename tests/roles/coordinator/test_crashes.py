@@ -25,7 +25,6 @@ from tests.kit.coordinator_kit import (
     finish,
     make_maintenance,
     published,
-    requests_of,
     result,
     reward,
     rundir,
@@ -283,13 +282,3 @@ def test_a_trained_run_without_its_batches_does_not_begin_again(tmp_path, spoil)
         spoil(run.batch(step) / folders.NAME)
     with pytest.raises(CorruptRecord, match="no batch is intact, but .* has step 2; put a batch back"):
         training(run, steps=3)
-
-
-def test_a_late_duplicate_of_a_result_changes_no_published_batch(run, undisturbed):
-    finish(run, steps=DEEP)
-    for group in range(3):
-        for request in requests_of(group):
-            Spool(run.scored, ScoredEpisode).put(request.name, result(request, 1.0))
-    training(run, steps=DEEP).iterate(make_maintenance(run).snapshot())
-    assert published(run) == undisturbed
-    assert leftovers(run, [range(3)]) == []

@@ -2,8 +2,6 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hpc_swe.base.records import CoordinatorState, ExitStatus, Sampling, Score, ScoredEpisode
 from hpc_swe.base.store.spool import Address
@@ -211,36 +209,12 @@ def decided(decisions):
 TRAINED, EMPTY = "trained", "no_signal"
 
 
-@given(st.lists(st.sampled_from([TRAINED, EMPTY]), min_size=12, max_size=12), st.randoms())
-def test_what_a_batch_holds_does_not_depend_on_what_closed_first(decisions, draw):
-    decisions = dict(enumerate([*decisions, TRAINED, TRAINED]))
-    whole = plan_batch(decided(decisions), CoordinatorState(), 0, 2)
-    order = list(decisions)
-    draw.shuffle(order)
-    for known in range(len(order) + 1):
-        early = plan_batch(decided({g: decisions[g] for g in order[:known]}), CoordinatorState(), 0, 2)
-        assert early in (None, whole)
-
-
 def test_the_signal_rate_follows_what_was_seen():
     decisions = {g: TRAINED if g % 4 == 3 else EMPTY for g in range(400)}
     state = CoordinatorState()
     for step in range(20):
         state = plan_batch(decided(decisions), state, step, 2).after
     assert state.signal_rate == pytest.approx(0.25, abs=0.02)
-
-
-def test_a_batch_weighs_episodes_over_all_groups_and_ranks():
-    groups = {
-        g: group(scored(1.0, group=g, length=4), scored(0.0, group=g, index=1, length=1 + g), number=g)
-        for g in (0, 1)
-    }
-    how = batch_settings(data_parallel=2, aggregate="seq_mean_token_mean")
-    made = plan_batch(lambda g: decide(groups[g], 0, how), CoordinatorState(), 0, 2)
-    batches = build_batches(made, how)
-    weights = [array(m.weights) for batch in batches for m in batch.microbatches]
-    assert sum(float(w.sum()) for w in weights) == pytest.approx(1.0)
-    assert [batch.rank for batch in batches] == [0, 1]
 
 
 def test_optimizer_steps_share_the_episodes_and_not_the_microbatches():

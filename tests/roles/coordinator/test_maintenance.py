@@ -1,7 +1,6 @@
 """Recovery, retention, sweeping and the cells that others read."""
 
 import errno
-import os
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,6 @@ from hpc_swe.base.records import (
     EndpointTable,
     Node,
     RolloutRequest,
-    ScoredEpisode,
     StatusReport,
     WeightVersion,
 )
@@ -32,7 +30,6 @@ from tests.kit.coordinator_kit import (
     requests_of,
     save,
     training,
-    work,
 )
 from tests.kit.crash import in_child, refuse
 
@@ -80,19 +77,6 @@ def test_a_coordinator_that_restarts_often_recovers_claims_of_the_dead(run, cloc
         assert clock.now < 20.0, "never"
     assert clock.now > 2.0, "too soon"
     assert atomic.names(run.requests / "claimed") == ["train-000000-01~0~rollout-1-0000cafe"]
-
-
-def test_a_dead_worker_s_claim_comes_back_after_the_grace_and_not_before(run, clock):
-    training(run).iterate(make_maintenance(run).snapshot())
-    maintenance, owner = make_maintenance(run, clock, beats=3), "rollout-1-deadbeef"
-    show(run, owner, claims=["train-000000-00"])
-    next(Spool(run.requests, RolloutRequest).claims(owner), None)
-    states = []
-    for _ in range(6):
-        states.append(len(maintenance.snapshot().scan["requests"]["claimed"]))
-        clock.now += 1.0
-    assert states == [1, 1, 1, 1, 0, 0]
-    assert not run.node(owner).exists()
 
 
 def test_a_claim_that_its_living_owner_does_not_name_comes_back(run, clock):
@@ -357,17 +341,6 @@ def test_too_little_space_is_said(run):
     maintenance = make_maintenance(run, retention=varied(RetentionConfig, free_space_floor_gb=1e9)())
     maintenance.publish(maintenance.snapshot(), PROGRESS, {}, 5.0)
     assert "too little free space" in atomic.get(run.status, StatusReport).errors[0]
-
-
-def test_a_corrupt_result_is_buried_and_closes_its_member(run):
-    maintenance, mode = make_maintenance(run), training(run)
-    mode.iterate(maintenance.snapshot())
-    work(run)
-    (run.scored / "ready" / "train-000000-00~0").write_bytes(os.urandom(20))
-    for _ in range(2):
-        mode.iterate(maintenance.snapshot())
-    assert [a.identity for a in Spool(run.scored, ScoredEpisode).addresses("dead")] == ["train-000000-00"]
-    assert ("train", 0) in closed(mode)
 
 
 def test_newer_weights_are_listed_before_anything_is_requested_of_them(run):

@@ -388,12 +388,14 @@ def test_nothing_moving_among_the_living_is_an_error_that_says_for_what(run, stu
 
 
 @pytest.mark.parametrize(
-    ("exported", "step"), [(0, 0), (STEPS + 1, STEPS)], ids=["at first", "before the last checkpoint"]
+    ("exported", "step", "counts"),
+    [(0, 0, {}), (STEPS + 1, STEPS, {}), (0, 0, {"inference": 0})],
+    ids=["at first", "before the last checkpoint", "hybrid: engines run in its job"],
 )
-def test_a_learner_that_waits_in_the_queue_for_hours_is_awaited(run, exported, step):
+def test_a_learner_that_waits_in_the_queue_for_hours_is_awaited(run, exported, step, counts):
     """Others are alive, but have nothing to do."""
     clock = Clock()
-    made = coordinator(run, lambda: training(run), clock)
+    made = coordinator(run, lambda: training(run), clock, **counts)
     node = Node(owner="rollout-1-00000001", role="rollout", beat=0, host="h", pid=1)
     for beat in range(20):
         atomic.put(run.node(node.owner), msgspec.structs.replace(node, beat=beat))
@@ -403,13 +405,3 @@ def test_a_learner_that_waits_in_the_queue_for_hours_is_awaited(run, exported, s
         if exported:  # then its job ended, before it had saved
             learn(run, steps=exported)
     assert atomic.get(run.status, StatusReport).waits_for == f"the learner: step {step} of 3"
-
-
-def test_a_learner_in_the_queue_is_awaited_if_engines_run_in_its_job(run):
-    clock = Clock()
-    made = coordinator(run, lambda: training(run), clock, inference=0)  # as in a hybrid run
-    node = Node(owner="rollout-1-00000001", role="rollout", beat=0, host="h", pid=1)
-    for beat in range(10):
-        atomic.put(run.node(node.owner), msgspec.structs.replace(node, beat=beat))
-        clock.now += 50.0
-        assert made.iterate() is False

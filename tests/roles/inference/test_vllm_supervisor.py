@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,6 +22,7 @@ from tests.kit.engine_kit import (
     publish,
     supervise,
 )
+from tests.kit.waiting import until
 
 pytestmark = pytest.mark.slow
 START_S = 900.0
@@ -37,13 +37,6 @@ def shared_memory(mark: str) -> set[Path]:
     """Named semaphores and shared memory that the engine's processes have open."""
     maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in processes(mark))
     return {Path(word) for word in maps.split() if word.startswith("/dev/shm/")}
-
-
-def await_end(mark: str) -> None:
-    deadline = time.monotonic() + START_S
-    while left := processes(mark):
-        assert time.monotonic() < deadline, [command_line(pid) for pid in left]
-        time.sleep(0.1)
 
 
 @pytest.fixture
@@ -80,7 +73,7 @@ def test_an_engine_that_dies_comes_back_and_dies_with_its_supervisor(tmp_path: P
         shared = shared_memory(mark)
         assert shared
         process.kill()
-        await_end(mark)
+        until(lambda: not processes(mark), "the end of all processes", START_S)
         assert not [path for path in shared if path.exists()]
         assert os.listdir(scratch) == []
     finally:
@@ -98,7 +91,7 @@ def test_vllm_without_its_guard_and_supervisor_ends_too(tmp_path: Path, scratch:
         [guard] = [pid for pid in processes(mark) if "inference.guard" in command_line(pid)]
         process.kill()
         os.kill(guard, signal.SIGKILL)
-        await_end(mark)
+        until(lambda: not processes(mark), "the end of all processes", START_S)
     finally:
         process.kill()
         process.communicate()

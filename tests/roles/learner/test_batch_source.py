@@ -10,9 +10,7 @@ from hpc_swe.base.errors import CorruptRecord, DeadlineError, LostRace
 from hpc_swe.base.records import (
     FILLER,
     Batch,
-    BatchManifest,
     CheckpointManifest,
-    CoordinatorState,
     FileInfo,
     MicroBatch,
     StatusReport,
@@ -23,13 +21,7 @@ from hpc_swe.roles.learner.batch_source import SILENT_PULSES, BatchSource, Order
 from hpc_swe.roles.learner.collective import on_all_ranks, on_rank_zero
 from hpc_swe.roles.learner.publish import Publisher, Snapshots, take_incarnation
 from tests.kit.crash import in_child
-
-
-def publish(run, step):
-    manifest = BatchManifest(
-        writer="c", files={}, step=step, groups=[], closed=[], after=CoordinatorState(), stats={}
-    )
-    folders.publish(run.batch(step), lambda stage: manifest)
+from tests.kit.one_rank import OneRank, publish_batch
 
 
 def beat(run, number):
@@ -47,7 +39,7 @@ def beat(run, number):
 
 
 def test_the_next_batch_is_trained_and_no_other(run):
-    publish(run, 3)
+    publish_batch(run, 3)
     assert BatchSource(run, 60, 0.01).wait(3).step == 3
 
 
@@ -73,13 +65,13 @@ def test_weights_that_no_engine_loads_are_published_once_more(run):
     source = BatchSource(run, 60, 0.01, pulse_s=0.05)
     assert source.wait(3) is Order.REPUBLISH
     assert source.wait(3) is None
-    publish(run, 3)
+    publish_batch(run, 3)
     assert source.wait(3).step == 3
     assert source.wait(4) is Order.REPUBLISH
 
 
 def test_orders_come_before_batches_and_stop_before_drain(run):
-    publish(run, 0)
+    publish_batch(run, 0)
     source = BatchSource(run, 60, 0.01)
     run.drain.touch()
     assert source.wait(0) is Order.DRAIN
@@ -88,13 +80,13 @@ def test_orders_come_before_batches_and_stop_before_drain(run):
 
 
 def test_a_finished_run_needs_no_learner_but_its_last_state(run):
-    publish(run, 0)
+    publish_batch(run, 0)
     run.finished.touch()
     assert BatchSource(run, 60, 0.01).wait(0) is Order.DRAIN
 
 
 def test_a_signal_drains(run):
-    publish(run, 0)
+    publish_batch(run, 0)
     assert BatchSource(run, 60, 0.01, lambda: True).wait(0) is Order.DRAIN
 
 
@@ -163,28 +155,18 @@ def test_one_rank_that_fails_fails_all():
         on_all_ranks(Alone(0, CorruptRecord("rank 1")), lambda: 5)
 
 
-class OnlyRank(Alone):
-    """A learner at step 0 on one rank."""
-
-    step, size = 0, 1
-
-    @property
-    def ranks(self):
-        return self
-
-
 def test_a_learner_without_checkpoint_starts_only_from_the_first_batch(run):
     run.checkpoint(5, 1).mkdir()
     manifest = CheckpointManifest(
         writer="l", files={"a": FileInfo(size=1, sha256="")}, step=5, incarnation=1, tensor_parallel=1
     )
     atomic.put(run.checkpoint(5, 1) / folders.NAME, manifest)  # and no file: it is damaged
-    publisher = Publisher(run, OnlyRank(0), 2, "writer", Snapshots())
+    publisher = Publisher(run, OneRank(), 2, "writer", Snapshots())
     publisher.restore()
-    publish(run, 5)
+    publish_batch(run, 5)
     with pytest.raises(CorruptRecord, match=r"checkpoints: no checkpoint is intact.*step_000005 are gone"):
         publisher.restore()
-    publish(run, 0)
+    publish_batch(run, 0)
     publisher.restore()
 
 
@@ -196,20 +178,17 @@ def test_a_learner_that_has_a_successor_publishes_nothing_more(run):
     """Under a number of its own it would outdo its successor's weights."""
     for number in (1, 2):
         assert take_incarnation(run) == number
-    old = Publisher(run, OnlyRank(0), 1, "writer", Snapshots())
+    old = Publisher(run, OneRank(), 1, "writer", Snapshots())
     for publication in (old.republish_weights, old.publish_checkpoint, old.publish_weights):
         with pytest.raises(LostRace, match="a learner has started as 02, and this one is 01"):
             publication()
     assert atomic.names(run.incarnations) == ["01", "02"]
 
 
-class Writing(OnlyRank):
+class Writing(OneRank):
     """A learner during whose writing something happens."""
 
-    tensor_parallel, vocabulary, tolerance, deltas_of_model = 1, 2, 1.0, False
-
     def __init__(self, meanwhile):
-        super().__init__(0)
         self.meanwhile = meanwhile
 
     def save(self, folder):
@@ -222,9 +201,6 @@ class Writing(OnlyRank):
 
     def load(self, folder):
         self.step = int((folder / "state").read_text() == "x")
-
-    def logprobs(self, token_ids):
-        return [0.0]
 
 
 @pytest.mark.parametrize("kind", ["weights", "checkpoint"])

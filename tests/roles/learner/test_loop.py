@@ -60,19 +60,6 @@ def test_batches_that_were_cut_for_two_ranks_are_trained_whole_by_one(whole, mod
     assert_same(weights(run, STEPS, 1), weights(whole, STEPS, 1))
 
 
-def test_a_killed_learner_resumes_and_ends_at_the_same_bits(whole, model, sequences, tmp_path):
-    run = make_run(tmp_path / "run", sequences, 3)
-    children = start(run, model)
-    until(lambda: reported(run) and reported(run)[-1]["step"] == 3, "step 3")
-    end(children, signal.SIGKILL)
-    publish(run, 3, sequences)
-    launcher.launch(2, "learn", str(run.root), str(model), str(STEPS), "1")
-    assert [line["step"] for line in reported(run)] == [0, 1, 2, 3, 2, 3, 4]
-    assert max(atomic.names(run.weights), key=lambda name: WeightVersion.parse(name)) == "v000004-i02"
-    assert_same(weights(run, 2, 2), weights(whole, 2, 1))
-    assert_same(weights(run, STEPS, 2), weights(whole, STEPS, 1))
-
-
 def test_death_after_a_checkpoint_keeps_the_metrics_of_its_step(
     whole, model, sequences, tmp_path, monkeypatch
 ):

@@ -179,12 +179,12 @@ def test_sft_is_the_weighted_negative_log_likelihood():
 
 
 def test_gspo_gives_all_tokens_of_a_sequence_the_same_slope():
-    # tokens 0 and 1 are one sequence: s = sqrt(1.25 * 0.75); token 2 is another one: s = 1.8
-    s = math.sqrt(1.25 * 0.75)
-    tokens = make(advantages=[-1.0, -1.0, -1.0], sequence=[1, 1, 2])
-    loss, slope = loss_and_slope(tokens, objective="gspo", sequence_clip_low=0.1)
-    assert loss == pytest.approx((0.5 + 0.25) * s + 0.25 * 1.8)
-    assert slope == pytest.approx([(0.5 + 0.25) * s / 2] * 2 + [0.25 * 1.8])
+    # tokens 0 and 2 are one sequence: s = sqrt(1.25 * 1.8); token 1 is another one: s = 0.75
+    s = math.sqrt(1.25 * 1.8)
+    tokens = make(advantages=[-1.0, -1.0, -1.0], sequence=[0, 2, 0])
+    loss, slope = loss_and_slope(tokens, objective="gspo", sequence_clip_low=1.0)
+    assert loss == pytest.approx((0.5 + 0.25) * s + 0.25 * 0.75)
+    assert slope == pytest.approx([0.75 * s / 2, 0.25 * 0.75, 0.75 * s / 2])
 
 
 def test_gspo_clips_by_sequence_and_says_how_many_tokens_that_is():
@@ -199,13 +199,6 @@ def test_gspo_clips_by_sequence_and_says_how_many_tokens_that_is():
     assert found["ratio/sequence_spread"] == pytest.approx((math.log(1.8) - 2 * math.log(s)) / 3)
 
 
-def test_gspo_counts_one_sequence_however_it_lies_among_others():
-    together = make(advantages=[-1.0] * 3, sequence=[0, 2, 0])
-    _, slope = loss_and_slope(together, objective="gspo", sequence_clip_low=1.0, sequence_clip_high=9.0)
-    s = math.sqrt(1.25 * 1.8)
-    assert slope == pytest.approx([0.75 * s / 2, 0.25 * 0.75, 0.75 * s / 2])
-
-
 def test_cispo_keeps_every_gradient_and_caps_its_weight():
     # weights 1.25, 0.75 and min(1.8, 1.5), all without a gradient of their own
     loss, slope = loss_and_slope(make(), objective="cispo", ratio_cap=1.5)
@@ -213,16 +206,6 @@ def test_cispo_keeps_every_gradient_and_caps_its_weight():
     assert slope == pytest.approx(expected)
     assert loss == pytest.approx(sum(e * math.log(p) for e, p in zip(expected, PI, strict=True)))
     assert metrics(make(), objective="cispo", ratio_cap=1.5)["ratio/capped_share"] == pytest.approx(1 / 3)
-
-
-def test_divergence_slopes_away_from_the_reference():
-    # d/d log pi of r (e^d - 1 - d), d = log ref - log pi, is r (log pi - log ref)
-    reference = [0.25, 0.3, 0.9]
-    _, slope = loss_and_slope(make(advantages=[0.0] * 3, reference=reference), kl_coefficient=0.1)
-    expected = [
-        0.1 * w * p / m * math.log(p / r) for w, p, m, r in zip(WEIGHTS, PI, MU, reference, strict=True)
-    ]
-    assert slope == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
 def test_expected_divergence_under_the_sampler_has_the_true_slope():
@@ -355,20 +338,3 @@ def test_decoupled_clips_around_the_weights_before_the_batch():
 def test_an_entropy_bonus_is_taken_off_the_loss_with_each_tokens_weight():
     plain, bonus = (loss_and_slope(make(), entropy_coefficient=c)[0] for c in (0.0, 0.5))
     assert bonus == pytest.approx(plain - 0.5 * 0.7 * sum(WEIGHTS))
-
-
-def test_surprise_balance_shows_a_filter_that_log_probabilities_hide():
-    torch.manual_seed(0)
-    logp = torch.randn(4096, 50).mul(2).log_softmax(-1)
-    entropy = -(logp.exp() * logp).sum(-1)
-
-    def balance(probabilities: torch.Tensor) -> float:
-        chosen = torch.multinomial(probabilities, 1)
-        drawn = logp.gather(1, chosen)[:, 0]
-        tokens = TrainedTokens(drawn, entropy, drawn, torch.zeros(4096), torch.ones(4096), None)
-        return metrics(tokens)["policy/surprise_balance"]
-
-    ordered, order = logp.exp().sort(descending=True)
-    kept = torch.zeros_like(logp).scatter(1, order, ((ordered.cumsum(-1) - ordered) < 0.9).float())
-    assert abs(balance(logp.exp())) < 0.1
-    assert balance(logp.exp() * kept) < -0.2

@@ -5,17 +5,15 @@ from contextlib import suppress
 from functools import partial
 from itertools import count
 
-import msgspec
 import pytest
 
 from hpc_swe.base.errors import LostRace, NodeError
-from hpc_swe.base.records import Batch, BatchManifest, CoordinatorState
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import folders, skipped
 from hpc_swe.roles.learner.loop import LearnerPlan, learn
 from hpc_swe.roles.learner.publish import Publisher, Snapshots, take_incarnation
 from tests.kit.crash import in_child, refuse
-from tests.kit.one_rank import OneRank
+from tests.kit.one_rank import Batches, OneRank, publish_batch
 
 
 class Frozen(OneRank):
@@ -35,29 +33,9 @@ class Frozen(OneRank):
         return {}
 
 
-class Batches:
-    """Answer with the batch of each step."""
-
-    def __init__(self, run):
-        self.run = run
-
-    def wait(self, step):
-        return folders.manifest(self.run.batch(step), BatchManifest)
-
-
-def fill(run, step):
-    def write(stage):
-        data = msgspec.msgpack.encode(Batch(step=step, rank=0, microbatches=[]))
-        files = {run.rank_file(0): folders.write(stage, run.rank_file(0), data)}
-        after = CoordinatorState()
-        return BatchManifest(writer="c", files=files, step=step, groups=[], closed=[], after=after, stats={})
-
-    folders.publish(run.batch(step), write)
-
-
 def test_one_that_wakes_up_in_a_step_leaves_the_count_of_skipped_batches(run):
     """Its own batch was trained without a fault, and would take those of its successor off the list."""
-    fill(run, 0)
+    publish_batch(run, 0)
 
     def succeed():
         take_incarnation(run)

@@ -303,6 +303,7 @@ def test_after_a_cut_connection_the_answer_that_came_is_extended(
     for _ in range(2):
         program.turn()
     turns = exact(on.recorder.close("over"), on.engine)
+    assert on.recorder.counts["undelivered"] == 1
     assert sorted((turn.parent or 0, turn.delivered) for turn in turns) == [
         (0, False), (0, True), (0, True), (turns[-1].parent, True),
     ]  # fmt: skip

@@ -19,10 +19,10 @@ import pytest
 from hpc_swe.agents.chat import TokenBuilder
 from hpc_swe.agents.loops.base import ChatAddress
 from hpc_swe.base.errors import EngineError
-from hpc_swe.base.records import ExitStatus, Sampling, id_array
+from hpc_swe.base.records import ExitStatus, Sampling
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.roles.rollout import openai_server
-from tests.kit.recording import REPLIES, Stage, stage
+from tests.kit.recording import Stage, stage
 from tests.kit.toy_model import HERMES, make_model
 from tests.kit.waiting import DEADLINE_S
 
@@ -72,18 +72,6 @@ def observed(answer: dict) -> list[dict]:
     function = {"name": call["function"]["name"], "arguments": spelled}
     said = {"role": "assistant", "content": answer["content"], "tool_calls": [call | {"function": function}]}
     return [said, {"role": "tool", "tool_call_id": call["id"], "content": [{"type": "text", "text": "1: x"}]}]
-
-
-def test_a_session_is_one_chain(on: Stage, address: ChatAddress) -> None:
-    first = post(address, model="any", messages=START, tools=TOOLS).json()
-    message = first["choices"][0]["message"]
-    assert (message["content"], first["choices"][0]["finish_reason"]) == ("Look.", "tool_calls")
-    assert first["usage"]["prompt_tokens"] == len(on.engine.calls[0].prompt)
-    second = post(address, model="any", messages=[*START, *observed(message)], tools=TOOLS).json()
-    assert second["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "replace"
-    turns = on.recorder.close("over")
-    assert [(turn.parent, turn.delivered) for turn in turns] == [(None, True), (0, True)]
-    assert on.engine.calls[1].prompt[: len(on.engine.calls[0].prompt)] == on.engine.calls[0].prompt
 
 
 @pytest.mark.parametrize(
@@ -164,23 +152,6 @@ def test_a_huge_request_is_refused(address: ChatAddress) -> None:
     connection.endheaders()
     assert connection.getresponse().status == 413
     connection.close()
-
-
-def test_a_reply_that_nobody_took_is_undelivered(on: Stage, address: ChatAddress) -> None:
-    gone = threading.Event()
-    on.engine.on_call = lambda call: gone.wait(DEADLINE_S) and None
-    host, port = address.url.split("/")[2].split(":")
-    body = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {address.key}\r\n"
-    with socket.create_connection((host, int(port))) as client:
-        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        while not on.engine.calls:
-            time.sleep(0.01)
-    gone.set()
-    again = post(address, messages=[{"role": "user", "content": "x"}]).json()["choices"][0]["message"]
-    post(address, messages=[{"role": "user", "content": "x"}, *observed(again)])
-    turns = on.recorder.close("")
-    assert sorted((turn.parent or 0, turn.delivered) for turn in turns) == [(0, False), (0, True), (1, True)]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -304,24 +275,3 @@ def test_no_body_breaks_the_front(on: Stage, address: ChatAddress, body: bytes) 
     assert answer.status_code in (200, 400)
     assert post(address, messages=START).status_code == 200
     assert on.recorder.failure is None
-
-
-def test_side_calls_at_the_same_time_keep_their_chains(on: Stage, address: ChatAddress) -> None:
-    def session(name: str) -> None:
-        history: list[dict] = [{"role": "user", "content": name}]
-        for _ in REPLIES[:2]:
-            history += observed(post(address, messages=history).json()["choices"][0]["message"])
-        post(address, messages=history)
-
-    threads = [threading.Thread(target=session, args=(f"session {n}",)) for n in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    turns = on.recorder.close("")
-    assert on.recorder.counts["chains"] == 6
-    assert len(turns) == 18
-    for turn in turns:
-        if turn.parent is not None:
-            assert turn.parent < turns.index(turn)
-            assert id_array(turn.appended_ids)[0] != on.recorder._builder.end_id

@@ -303,19 +303,6 @@ def test_the_least_loaded_engine_is_asked(run: RunDir) -> None:
 # Chains: messages are compared, not renderings.
 
 
-def test_a_retry_after_a_lost_reply_is_a_sibling(run: RunDir, builder: TokenBuilder) -> None:
-    on = stage(run, builder)
-    history = [*START, answer(on.recorder(START)), tool("x")]
-    lost = on.recorder.ask(history)
-    again = on.recorder(history)
-    on.recorder([*history, answer(again), tool("y")])
-    turns = on.recorder.close("")
-    assert lost.index == 1
-    assert [turn.parent for turn in turns] == [None, 0, 0, 2]
-    assert [turn.delivered for turn in turns] == [True, False, True, True]
-    assert on.recorder.counts["undelivered"] == 1
-
-
 def test_a_reply_that_turns_out_lost_is_extended_by_nothing(run: RunDir, builder: TokenBuilder) -> None:
     on = stage(run, builder)
     exchange = on.recorder.ask(START)
@@ -426,10 +413,3 @@ def test_the_backstop_excludes_the_engine(run: RunDir, builder: TokenBuilder) ->
     with pytest.raises(SandboxError, match="episode_timeout_s"):
         on.recorder(history)
     assert isinstance(on.recorder.failure, SandboxError)
-
-
-def test_a_closed_recorder_answers_nobody(run: RunDir, builder: TokenBuilder) -> None:
-    on = stage(run, builder)
-    on.recorder.close("the episode is over")
-    with pytest.raises(EngineError, match="the episode is over"):
-        on.recorder(START)

@@ -394,14 +394,3 @@ def test_a_full_disk_costs_no_episode_and_a_worker_that_ends_no_loss(
         thread.join(DEADLINE_S)
     assert begun == [True], "an episode of hours was played again"
     assert made.shown() == {"ready": [], "claimed": [], "dead": []}
-
-
-def test_two_workers_do_every_request_once(made: Rig) -> None:
-    made.ask(40)
-    with made.lease() as first, made.lease() as second:
-        other = threading.Thread(target=made.worker(second).work)
-        other.start()
-        made.finish(made.worker(first))
-        other.join(DEADLINE_S)
-    assert len(made.episodes) == 40
-    assert len(made.engine.calls) == 40 * len(REPLIES)
