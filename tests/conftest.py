@@ -110,6 +110,27 @@ def _make_warm(small_run, cold: Path) -> Path:
 
 
 @pytest.fixture
+def tmpfs():
+    """Mounts a small file system on a folder, with options such as size=64k; again, it changes them."""
+    mounted: list[Path] = []
+
+    def mount(folder: Path, options: str) -> Path:
+        folder.mkdir(exist_ok=True)
+        words = f"remount,{options}" if folder in mounted else options
+        made = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", words, "tmpfs", folder], capture_output=True, text=True
+        )
+        if made.returncode:
+            pytest.skip(f"needs the right to mount a small tmpfs: {made.stderr.strip()}")
+        mounted.extend([folder] if folder not in mounted else [])
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     """A run folder without a run."""
     made = RunDir(tmp_path / "run")

@@ -14,7 +14,7 @@ from hpc_swe.base.errors import ConfigError, StorageError
 from hpc_swe.cluster.processes import MEETING
 from jobs import heartbeat
 from jobs.run import ProcessGroup, supervise
-from tests.kit.checkout import ROOT
+from tests.kit.checkout import typed
 from tests.kit.waiting import DEADLINE_S, until
 
 COUNT = "import os, sys; f = open(sys.argv[1], 'a'); n = f.tell(); f.write('x'); f.flush();"
@@ -251,25 +251,20 @@ def test_silent_rank_is_frozen_and_one_that_ended_is_not(tmp_path):
         rank.kill()
 
 
-def test_full_node_local_file_system_makes_no_rank_seem_frozen(tmp_path):
+def test_full_node_local_file_system_makes_no_rank_seem_frozen(tmp_path, tmpfs):
     """Sandboxes fill /tmp, and the beats of every process of the node lie there."""
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path], capture_output=True)
-    if made.returncode:
-        pytest.skip("needs the right to mount a small tmpfs")
+    tmpfs(tmp_path, "size=64k")
     code = BEATING.replace("heartbeat.start()", "heartbeat.BEAT_S = 0.01; heartbeat.start()")
-    try:
-        environ = {**os.environ, MEETING: str(tmp_path)}
-        with subprocess.Popen(python(code + "time.sleep(600)"), env=environ | {"RANK": "3"}) as rank:
-            beat = tmp_path / f"{heartbeat.BEATS}3"
-            until(beat.exists, "a beat")
-            with pytest.raises(OSError, match="No space left"):
-                (tmp_path / "ballast").write_bytes(b"x" * 100_000)
-            for _ in range(3):
-                last = beat.read_bytes()
-                until(lambda: beat.read_bytes() not in (last, b""), "a later beat")  # noqa: B023
-            rank.kill()
-    finally:
-        subprocess.run(["umount", "-l", tmp_path], check=True)
+    environ = {**os.environ, MEETING: str(tmp_path)}
+    with subprocess.Popen(python(code + "time.sleep(600)"), env=environ | {"RANK": "3"}) as rank:
+        beat = tmp_path / f"{heartbeat.BEATS}3"
+        until(beat.exists, "a beat")
+        with pytest.raises(OSError, match="No space left"):
+            (tmp_path / "ballast").write_bytes(b"x" * 100_000)
+        for _ in range(3):
+            last = beat.read_bytes()
+            until(lambda: beat.read_bytes() not in (last, b""), "a later beat")  # noqa: B023
+        rank.kill()
 
 
 def test_rank_that_started_on_a_full_file_system_is_not_frozen(tmp_path):
@@ -325,8 +320,7 @@ def test_engines_beside_a_learner_have_no_deadline_after_its_end(tmp_path):
 
 
 def test_a_job_whose_run_was_removed_while_it_waited_says_so_in_one_line(tmp_path):
-    line = [sys.executable, "-m", "jobs.run", "reward", str(tmp_path / "gone"), "--submission", "3"]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    done = typed("jobs.run", "reward", tmp_path / "gone", "--submission", "3")
     assert done.returncode == ConfigError.exit_code
     assert f"{tmp_path}/gone: no run here" in done.stderr
     assert "Traceback" not in done.stderr

@@ -16,9 +16,11 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), **more}
 
 
-def typed(module: str, *words: object, **more: str) -> "subprocess.CompletedProcess[str]":
-    """Return what a command of this checkout did and said."""
+def typed(
+    module: str, *words: object, folder: Path = ROOT, **more: str
+) -> "subprocess.CompletedProcess[str]":
+    """Return what a command of this checkout did and said, typed in a folder."""
     line = [sys.executable, "-m", module, *map(str, words)]
     return subprocess.run(
-        line, cwd=ROOT, env=environment(**more), capture_output=True, text=True, timeout=1500
+        line, cwd=folder, env=environment(**more), capture_output=True, text=True, timeout=1500
     )

@@ -34,7 +34,6 @@ class World:
     rows: Path
     images: Path
     model: Path
-    recipes: bool = True
 
 
 def make_long_model(folder: Path) -> Path:
@@ -84,14 +83,6 @@ def solving(agent: str, path: str, old: str, new: str) -> list[str]:
     ]
 
 
-def applying(agent: str, patch: str) -> list[str]:
-    command = f"cat > /tmp/fix <<'END_OF_FIX'\n{patch}\nEND_OF_FIX\ngit apply /tmp/fix && git diff --stat"
-    tool = {"mini_swe_agent": ("bash", {}), "qwen_code": ("run_shell_command", {"is_background": False})}
-    name, more = tool[agent]
-    looking = call(name, command="git log --oneline | head -n 3; python --version", **more)
-    return ["I look first.\n" + looking, call(name, command=command, **more), *giving_up(agent)]
-
-
 def giving_up(agent: str) -> list[str]:
     return solving(agent, "", "", "")[-1:]
 
@@ -122,7 +113,7 @@ def overlay(world: World, replies: list[ScriptedReply], path: Path) -> Path:
         "recipes": "".join(
             f'[taskset.recipes."{name}"]\n'
             + "".join(f"{key} = {json.dumps(v)}\n" for key, v in recipe.items())
-            for name, recipe in (RECIPES.items() if world.recipes else ())
+            for name, recipe in RECIPES.items()
         ),
     }
     path.write_text(OVERLAY.format(**values))

@@ -30,7 +30,7 @@ from hpc_swe.config import conflicts, job_counts
 from hpc_swe.launch import checks, control, create, existing, plan
 from hpc_swe.models.policies.megatron import Megatron
 from hpc_swe.models.weight_files import read_header
-from tests.kit.checkout import ROOT
+from tests.kit.checkout import ROOT, typed
 from tests.kit.crash import in_child, refuse
 from tests.kit.toy import row, write_rows
 from tests.kit.toy_model import SHAPE, write_weights
@@ -135,11 +135,6 @@ def listing(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def command(*words, **settings):
-    line = [sys.executable, "-m", *map(str, words)]
-    return subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=DEADLINE_S, **settings)
-
-
 def complaints(run: RunDir, config) -> list[str]:
     try:
         checks.require(plan.plan_start(run, config))
@@ -221,7 +216,7 @@ def test_a_run_changed_by_hand_trains_nothing_and_can_be_stopped(tmp_path, read,
     run.config.write_text(json.dumps(tree))
     with pytest.raises(ConfigError, match="changed by hand"):  # nor where the files of a start say the same
         control.start(run, read(*nobody(), "tasks.train=3", f"groups.group_size={size + 2}"))
-    done = command(*ACTS[act], run.root)
+    done = typed(*ACTS[act], run.root)
     assert done.returncode == (2 if act in ("start", "job") else 0)
     assert f"run/run.json: groups.group_size: {size} -> {size + 2}: changed by hand" in done.stderr
     assert "put the old value back" in done.stderr
@@ -242,19 +237,12 @@ def nobody():
     return [f"counts.{role}=0" for role in job_counts.ROLES["grpo"]]
 
 
-def test_a_start_on_a_full_disk_is_one_error_and_can_be_repeated(tmp_path, read):
-    small = tmp_path / "small"
-    small.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", small]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("needs the right to mount a small tmpfs")
-    try:
-        with pytest.raises(StorageError, match="small/run/.*no space is left; free some"):
-            control.start(RunDir(small / "run"), read(*nobody()))
-        subprocess.run([*mount[:4], "remount,size=30m", *mount[5:]], check=True)
+def test_a_start_on_a_full_disk_is_one_error_and_can_be_repeated(tmp_path, tmpfs, read):
+    small = tmpfs(tmp_path / "small", "size=300k")
+    with pytest.raises(StorageError, match="small/run/.*no space is left; free some"):
         control.start(RunDir(small / "run"), read(*nobody()))
-    finally:
-        subprocess.run(["umount", "-l", small], check=True)
+    tmpfs(small, "size=30m")
+    control.start(RunDir(small / "run"), read(*nobody()))
 
 
 def start_frozen_at(run, number, config, taken) -> None:
@@ -315,8 +303,7 @@ def test_a_copy_of_a_run_never_ends_the_jobs_of_the_original(tmp_path, read):
     atomic.put(run.submitted("rollout", 1), Submitted(job=name, count=1, host="h", at=0.0))
     shutil.copytree(run.root, copy.root)
     for verb in ("tick", "stop"):
-        line = [sys.executable, "-m", "hpc_swe.launch", verb, copy.root]
-        done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+        done = typed("hpc_swe.launch", verb, copy.root)
         assert done.returncode == 2
         assert f"launch start --run {copy.root}` makes it a run of its own" in done.stderr
     assert not copy.drain.exists()
@@ -377,7 +364,7 @@ def test_of_a_moved_run_and_a_copy_in_its_place_one_is_the_original(tmp_path, re
     assert not existing.is_copy(moved), "what is in its place is another run"
     shutil.rmtree(run.root)
     words = ["start", "--run", moved.root] if verb == "start" else ["tick", moved.root]
-    assert command("hpc_swe.launch", *words).returncode == 0
+    assert typed("hpc_swe.launch", *words).returncode == 0
     shutil.copytree(moved.root, run.root)
     assert [existing.is_copy(each) for each in (run, moved)] == [True, False]
 
@@ -422,7 +409,7 @@ def test_no_run_is_made_where_other_things_live(tmp_path, read, make, message):
     ],
 )
 def test_an_empty_name_is_no_folder_and_no_file(tmp_path, words):
-    done = command(f"hpc_swe.{words[0]}", *words[1:])
+    done = typed(f"hpc_swe.{words[0]}", *words[1:])
     assert done.returncode == 2
     assert re.search("empty.* .?is a shell variable unset", done.stderr), done.stderr
 
@@ -620,14 +607,14 @@ def test_a_dry_run_in_the_folder_of_a_run_refuses_what_a_start_refuses(tmp_path,
     nobody = [f"counts.{role}=0" for role in job_counts.ROLES["grpo"]]
     words = ["configs/demo.toml", *nobody, f"model={model}", 'sandbox={type="process"}', "tasks.train=1"]
     words += ["tasks.eval=1", "--run", tmp_path / "run"]
-    assert command("hpc_swe.launch", "start", *words).returncode == 0
+    assert typed("hpc_swe.launch", "start", *words).returncode == 0
     before = listing(tmp_path / "run")
-    plan, real = (command("hpc_swe.launch", "start", *words, "seed=7", *dry) for dry in (["--dry-run"], []))
+    plan, real = (typed("hpc_swe.launch", "start", *words, "seed=7", *dry) for dry in (["--dry-run"], []))
     refused = [one.stderr.splitlines()[-1] for one in (plan, real)]
     assert (plan.returncode, real.returncode) == (2, 2)
     assert "seed: 0 -> 7" in refused[0]
     assert refused[0] == refused[1]
-    assert command("hpc_swe.launch", "start", *words, "poll_s=3", "--dry-run").returncode == 0
+    assert typed("hpc_swe.launch", "start", *words, "poll_s=3", "--dry-run").returncode == 0
     assert listing(tmp_path / "run") == before
 
 
@@ -669,7 +656,7 @@ def test_one_refused_role_leaves_no_other_job_behind(tmp_path, read):
         control.start(run, config)
     assert config.executor.queue(run) == []
     assert submissions.jobs(run, "coordinator")
-    ticked = command("hpc_swe.launch", "tick", run.root)
+    ticked = typed("hpc_swe.launch", "tick", run.root)
     assert (ticked.returncode, config.executor.queue(run)) == (0, []), "what was cancelled stays so"
     assert "submitted nothing: control/STOP forbids it; `launch start` removes that" in ticked.stdout
 
@@ -696,7 +683,7 @@ def test_a_start_that_waits_lets_go_on_timeout_and_on_interrupt(tmp_path, model)
     run, nobody = RunDir(tmp_path / "run"), [f"counts.{role}=0" for role in job_counts.ROLES["grpo"]]
     words = [*nobody, "counts.reward=1", f"model={model}"]
     words += ['sandbox={type="process"}', "tasks.train=1", "tasks.eval=1", "configs/demo.toml"]
-    done = command("hpc_swe.launch", "start", "--wait", 1, *words, "--run", run.root)
+    done = typed("hpc_swe.launch", "start", "--wait", 1, *words, "--run", run.root)
     config = existing.load(run)
     try:
         assert (done.returncode, "not finished after 1 s" in done.stderr) == (5, True), done.stderr
@@ -762,9 +749,10 @@ def is_reading(pid: int) -> bool:
         (["hpc_swe.launch", "start", "--rum=x", "configs/demo.toml"], "unknown argument '--rum=x'; did you"),
         (["hpc_swe.launch", "start", "--steps=1"], "'--steps=1'; keys of the configuration have no dashes"),
         (["hpc_swe.launch", "start", "steps=1"], "no CONFIG.toml"),
+        (["hpc_swe.launch", "start", "configs/demo.toml", "groups.grup_size=4"], "grup_size"),
     ],
 )
 def test_a_misspelt_word_of_the_command_line_is_answered_with_its_like(words, said):
-    done = command(*words)
+    done = typed(*words)
     assert done.returncode == 2
     assert said in done.stderr

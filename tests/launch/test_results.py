@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from hpc_swe.base.store.parquet import evals
 from hpc_swe.base.store.parquet.evals import Attempt
 from hpc_swe.config import config as configuration
 from hpc_swe.launch import control, existing
-from tests.kit.checkout import ROOT
+from tests.kit.checkout import ROOT, typed
 from tests.kit.reported_run import RunMaker
 from tests.kit.waiting import DEADLINE_S
 
@@ -27,9 +28,7 @@ ROLES = ["coordinator", "inference", "learner", "rollout", "reward"]
 V0, V10, V20, V30 = (WeightVersion(step=step, incarnation=1) for step in (0, 10, 20, 30))
 
 
-def command(*words):
-    line = [sys.executable, "-m", "hpc_swe.launch", *map(str, words)]
-    return subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=DEADLINE_S)
+command = partial(typed, "hpc_swe.launch")
 
 
 def make_run(root, model, *words) -> RunDir:

@@ -1,7 +1,6 @@
 """Real sessions of real agents: recorded token by token, graded, cut into samples, trained for one step."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import msgspec
@@ -26,11 +25,9 @@ from hpc_swe.launch import control, watch
 from hpc_swe.roles.coordinator import archive
 from hpc_swe.roles.coordinator.batching.samples import trained_turns
 from hpc_swe.roles.rollout import episode
-from tests.kit.checkout import IMAGES, ROOT
 from tests.kit.sessions_kit import (
     ENVIRONMENT,
     World,
-    applying,
     call,
     configured,
     giving_up,
@@ -42,7 +39,6 @@ from tests.kit.stage import rig
 from tests.kit.toy import gold
 
 pytestmark = pytest.mark.slow
-ROWS = ROOT / ".cache" / "swebench" / "rows.jsonl"
 
 
 def trained(config, folder: Path, environment: pytest.MonkeyPatch) -> RunDir:
@@ -63,32 +59,6 @@ def sequence(episode: Episode) -> list[int]:
         for part in (turn.appended_ids, turn.completion_ids)
         for i in id_array(part)
     ]
-
-
-def test_a_real_instance_is_solved_and_trained(
-    long_model: Path, agent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Django's quickest instance of which the image is there; docs/swebench.md says how to build some."""
-    rows = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
-    there = [row for row in rows if (IMAGES / f"{image(row)}.json").exists()]
-    if not there:
-        pytest.skip(f"no session on a real instance: no {ROWS}, or no image of its rows in {IMAGES}")
-    row = min(there, key=lambda row: (len(row["PASS_TO_PASS"]), row["instance_id"]))
-    rows_file = tmp_path / "rows.jsonl"
-    rows_file.write_text(json.dumps(row) + "\n")
-    world = World(tmp_path, rows_file, IMAGES, long_model, recipes=False)
-    replies = script(TokenBuilder(long_model), applying(agent, row["patch"]), giving_up(agent))
-    run = trained(
-        configured(agent, overlay(world, replies, tmp_path / "run.toml")), tmp_path / "run", monkeypatch
-    )
-    found = sorted(archive.read(run.archive(0)), key=lambda scored: -len(scored.episode.turns))
-    assert [(s.score.outcome, s.score.reward) for s in found] == [("resolved", 1.0), ("no_submission", -1.0)]
-    assert [turn.parent for turn in found[0].episode.turns] == [None, 0, 1]
-    assert len(weights.published(run)) == 2
-
-
-def image(row: dict[str, str]) -> str:
-    return f"sweb.eval.x86_64.{row['instance_id'].replace('__', '_1776_')}"
 
 
 CONTEXTS = {"mini_swe_agent": ("bash", 8_000), "qwen_code": ("run_shell_command", 32_000)}

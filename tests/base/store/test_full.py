@@ -17,17 +17,9 @@ from tests.kit.store_samples import publish, request, shown, spool
 
 
 @pytest.fixture
-def small(tmp_path):
+def small(tmp_path, tmpfs):
     """A real file system of 64 KiB."""
-    mount = tmp_path / "small"
-    mount.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", mount], capture_output=True, text=True
-    )
-    if made.returncode:
-        pytest.skip(f"needs the right to mount a small tmpfs: {made.stderr.strip()}")
-    yield mount
-    subprocess.run(["umount", "-l", mount], check=True)
+    return tmpfs(tmp_path / "small", "size=64k")
 
 
 def leftovers(folder: Path) -> list[Path]:

@@ -5,8 +5,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 
 import msgspec
@@ -21,7 +19,7 @@ from hpc_swe.launch.doctor.meeting import Peer
 from hpc_swe.launch.doctor.probe import Shared
 from hpc_swe.launch.doctor.srun import ProbeSetup, SrunResult
 from hpc_swe.models.builds import Builds
-from tests.kit.checkout import ROOT
+from tests.kit.checkout import ROOT, typed
 
 # What the probe of a node of the test cluster printed, but for the path of its python.
 PRINTED = (
@@ -302,11 +300,9 @@ def test_builds_and_gpus_of_nodes_are_compared_with_the_configuration():
     assert found["GPU memory"].says.startswith("141.0 GiB each; a start compares gpu_gib")
 
 
-def run(tmp_path, *words, **env):
+def run(tmp_path, *words):
     (tmp_path / "runs").mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "hpc_swe.doctor", "--shared", tmp_path / "runs", *words]
-    environment = {**os.environ, "PATH": "/var/empty", **env}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    return typed("hpc_swe.doctor", "--shared", tmp_path / "runs", *words, PATH="/var/empty")
 
 
 def test_without_slurm_this_machine_alone_is_checked_and_nothing_is_left(tmp_path):

@@ -1,7 +1,6 @@
 """Checkpoints resume at another tensor-parallel size, and repeat the run bit for bit at the same."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -233,24 +232,17 @@ def test_ranks_that_share_state_hold_pieces_of_it_while_they_save(measured):
 
 
 @pytest.mark.parametrize("size", ["128k", "8m"], ids=["files", "values"])
-def test_a_save_that_finds_no_room_ends_on_all_ranks(tmp_path, wide, size):
+def test_a_save_that_finds_no_room_ends_on_all_ranks(tmp_path, tmpfs, wide, size):
     """For all of the files, or for the values alone; then training and later saves go on."""
-    small = tmp_path / "small"
-    small.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", small]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("needs the right to mount a small tmpfs")
-    try:
-        do = [
-            ("train", 1),
-            ("save_refused", str(small / "saved")),
-            ("train", 1),
-            ("save", str(tmp_path / "saved")),
-        ]
-        case = wide | {"name": "full", "packing": HALVES, "do": do}
-        answers = launcher.run_cases(2, [case], tmp_path / "out")["full"]
-    finally:
-        subprocess.run(["umount", "-l", small], check=True)
+    small = tmpfs(tmp_path / "small", f"size={size}")
+    do = [
+        ("train", 1),
+        ("save_refused", str(small / "saved")),
+        ("train", 1),
+        ("save", str(tmp_path / "saved")),
+    ]
+    case = wide | {"name": "full", "packing": HALVES, "do": do}
+    answers = launcher.run_cases(2, [case], tmp_path / "out")["full"]
     assert all(rank["refused"][0].startswith(f"{small}/saved: no space is left") for rank in answers)
     assert (tmp_path / "saved/metadata.json").exists()
 

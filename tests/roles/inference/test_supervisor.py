@@ -102,14 +102,9 @@ def test_it_frees_its_gpus_for_the_learner_and_keeps_requests(
 
 
 @pytest.fixture
-def full_nodes(run: RunDir) -> Iterator[Callable[[], None]]:
+def full_nodes(run: RunDir, tmpfs) -> Callable[[], None]:
     """Fills the file system of the run's cells; the next call makes room again."""
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", run.nodes], capture_output=True, text=True
-    )
-    if made.returncode:
-        pytest.skip(f"needs the right to mount a small tmpfs: {made.stderr.strip()}")
-    ballast = run.nodes / ".ballast"
+    ballast = tmpfs(run.nodes, "size=64k") / ".ballast"
 
     def change() -> None:
         if ballast.exists():
@@ -118,8 +113,7 @@ def full_nodes(run: RunDir) -> Iterator[Callable[[], None]]:
         with pytest.raises(OSError, match="No space left"):
             ballast.write_bytes(b"x" * 1_000_000)
 
-    yield change
-    subprocess.run(["umount", "-l", run.nodes], check=True)
+    return change
 
 
 def test_a_full_disk_ends_no_engine_that_goes_to_sleep_or_wakes(

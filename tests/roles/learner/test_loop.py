@@ -3,8 +3,6 @@
 import os
 import shutil
 import signal
-import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -225,35 +223,16 @@ def test_a_batch_file_that_one_rank_cannot_read_stops_all_ranks(model, sequences
         assert f"CorruptRecord: {path}" in output
 
 
-@pytest.fixture
-def disk(tmp_path):
-    """Mounts a folder of a run as a file system of its own, of so many bytes; None takes the limit away."""
-    mounts = []
-
-    def mount(folder: Path, size: int | None) -> None:
-        options = f"remount,size={size or 0}" if folder in mounts else f"size={size}"
-        made = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True
-        )
-        if made.returncode:
-            pytest.skip(f"needs the right to mount a small tmpfs: {made.stderr.strip()}")
-        mounts.append(folder)
-
-    yield mount
-    for folder in {*mounts}:
-        subprocess.run(["umount", "-l", folder], check=True)
-
-
 @pytest.mark.parametrize(("kind", "room"), [("weights", 2.5), ("checkpoints", 1.7), ("checkpoints", 0.0)])
 def test_a_full_disk_is_one_error_and_leaves_what_was_published(
-    whole, model, sequences, tmp_path, disk, monkeypatch, kind, room
+    whole, model, sequences, tmp_path, tmpfs, monkeypatch, kind, room
 ):
     """Room for two versions, or one checkpoint, and half of the next; or for nothing at all."""
     monkeypatch.setenv("HOSTED", "1")  # test_checkpoint.py fills a disk from a device
     run = make_run(tmp_path / "run", sequences, STEPS)
     folder, undisturbed = run.root / kind, whole.root / kind
     size = max(sum(file.stat().st_size for file in each.iterdir()) for each in undisturbed.iterdir())
-    disk(folder, int(room * size) or 1 << 14)
+    tmpfs(folder, f"size={int(room * size) or 1 << 14}")
     ends = [(child.communicate(timeout=900)[0], child.returncode) for child in start(run, model)]
     for output, code in ends:
         assert f"StorageError: {folder}/.tmp-" in output, output[-3000:]
@@ -263,6 +242,6 @@ def test_a_full_disk_is_one_error_and_leaves_what_was_published(
     assert not list(folder.glob(".*")), "half a version is in the way of the next"
     if not room:  # a start finds nothing, as after a death while the first checkpoint is saved
         return
-    disk(folder, None)
+    tmpfs(folder, "size=0")
     launcher.launch(2, "learn", str(run.root), str(model), str(STEPS), "1")
     assert_same(weights(run, STEPS, 2), weights(whole, STEPS, 1))
