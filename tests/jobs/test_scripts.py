@@ -203,15 +203,6 @@ def test_the_ablation_leaves_out_the_debugger_and_nothing_else() -> None:
     assert prompt == shorter.replace("change anything.", f"change anything{advice}.")
 
 
-def test_a_short_run_teaches_little_and_a_long_one_moves_the_weights() -> None:
-    """Values of 0.02 in bfloat16 are 1.2e-4 apart: less than half of that in all is mostly rounded away."""
-    files = [ROOT / "configs" / name for name in ("swebench.toml", "swebench_long.toml")]
-    short, long = configuration.read(files[0]), configuration.read(*files)
-    assert (short.steps, short.learner.optimizer.lr, short.learner.optimizer.warmup_steps) == (10, 1e-6, 0)
-    assert long.steps * long.learner.optimizer.lr > 2e-4
-    assert long.groups.group_size * long.groups.groups_per_step >= 128
-
-
 def test_files_with_several_steps_a_batch_hold_weights_near_the_sampler() -> None:
     for path in (ROOT / "configs").glob("**/*.toml"):
         table = tomllib.loads(path.read_text()).get("learner", {})
@@ -219,21 +210,6 @@ def test_files_with_several_steps_a_batch_hold_weights_near_the_sampler() -> Non
         if optimizer.get("epochs", 1) * optimizer.get("minibatches", 1) > 1:
             assert table.get("loss", {}).get("sampler_coefficient", 0.01) >= 0.01
             assert optimizer["lr"] <= 2.5e-5, path.name
-
-
-def test_models_with_experts_replay_the_routing_of_their_engines() -> None:
-    names = ("swebench.toml", "slurm.toml", "recipes/8xh100.toml", "models/qwen3_coder_30b_a3b.toml")
-    tree = configuration.dump(configuration.read(*(ROOT / "configs" / name for name in names)))
-    assert tree["engine"]["return_routing"]
-
-
-def test_every_size_shares_the_recipe() -> None:
-    """Sizes differ in the model, in how it is spread, and in how often it is saved."""
-    allowed = {"model", "counts", "engine", "policy", "learner", "executor"}
-    for size in ("4b", "14b"):
-        tree = tomllib.loads((ROOT / f"configs/swepdb_{size}.toml").read_text())
-        assert set(tree) <= allowed
-        assert set(tree.get("learner", {})) <= {"checkpoint_every"}
 
 
 @pytest.fixture

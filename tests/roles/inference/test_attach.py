@@ -106,7 +106,7 @@ def attach(run: RunDir, somebody: Somebody, model: Path) -> Iterator[Callable[..
 
 
 @pytest.mark.slow
-def test_it_is_given_every_newer_version_and_goes_on_when_the_run_ends(attach, run, somebody, model) -> None:
+def test_it_is_given_every_newer_version_and_goes_on_when_the_run_ends(attach, run, somebody, model):
     somebody.start()
     process = attach()
     cell = await_node(run, is_serving(V0))
@@ -122,7 +122,7 @@ def test_it_is_given_every_newer_version_and_goes_on_when_the_run_ends(attach, r
     assert not any(run.logs("inference").glob("*.engine.log"))
 
 
-def test_what_another_run_left_in_it_is_not_taken_for_ours(attach, run, somebody, model, tmp_path) -> None:
+def test_what_another_run_left_in_it_is_not_taken_for_ours(attach, run, somebody, model, tmp_path):
     """Version names are the same in all runs, so an engine's stamp proves nothing to a run that attaches."""
     somebody.start()
     other = make_run(tmp_path / "other")
@@ -137,7 +137,7 @@ def test_what_another_run_left_in_it_is_not_taken_for_ours(attach, run, somebody
     assert somebody.stamps() == [V0]
 
 
-def test_a_plain_one_serves_the_model_it_came_up_with(attach, run, somebody) -> None:
+def test_a_plain_one_serves_the_model_it_came_up_with(attach, run, somebody):
     somebody.start(environ={FAULTS: "plain"})
     attach()
     assert await_node(run, is_serving(V0)).url == somebody.url
@@ -145,7 +145,7 @@ def test_a_plain_one_serves_the_model_it_came_up_with(attach, run, somebody) -> 
 
 
 @pytest.mark.slow
-def test_one_that_dies_is_waited_for_and_given_its_weights_again(attach, run, somebody, model) -> None:
+def test_one_that_dies_is_waited_for_and_given_its_weights_again(attach, run, somebody, model):
     somebody.start()
     process = attach()
     publish(run, model, V1, probe=PROBE)
@@ -161,9 +161,7 @@ def test_one_that_dies_is_waited_for_and_given_its_weights_again(attach, run, so
     assert re.search(rf"restart 1 of \d: .*{somebody.url}", log)
 
 
-def test_one_that_comes_back_without_update_routes_serves_no_old_weights(
-    attach, run, somebody, model
-) -> None:
+def test_one_that_comes_back_without_update_routes_serves_no_old_weights(attach, run, somebody, model):
     somebody.start()
     process = attach(max_restarts=0)
     publish(run, model, V1)
@@ -178,7 +176,7 @@ def test_one_that_comes_back_without_update_routes_serves_no_old_weights(
 
 
 @pytest.mark.slow
-def test_one_that_restarts_between_two_looks_is_given_its_weights_again(attach, run, somebody, model) -> None:
+def test_one_that_restarts_between_two_looks_is_given_its_weights_again(attach, run, somebody, model):
     somebody.start()
     process = attach()
     publish(run, model, V1, probe=PROBE)
@@ -191,7 +189,7 @@ def test_one_that_restarts_between_two_looks_is_given_its_weights_again(attach, 
 
 
 @pytest.mark.slow
-def test_one_that_stays_away_is_one_clear_error_after_the_deadline(attach, somebody) -> None:
+def test_one_that_stays_away_is_one_clear_error_after_the_deadline(attach, somebody):
     somebody.engine = msgspec.structs.replace(somebody.engine, load_timeout_s=1.0)
     process = attach(max_restarts=1)
     _, log = process.communicate(timeout=600)
@@ -216,7 +214,7 @@ def key(monkeypatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", TOKEN)
 
 
-def test_its_key_becomes_the_token_of_the_run_and_is_in_no_configuration(tmp_path, somebody, key) -> None:
+def test_its_key_becomes_the_token_of_the_run_and_is_in_no_configuration(tmp_path, somebody, key):
     somebody.start(environ={FAULTS: "plain"})
     run = RunDir(tmp_path / "started")
     control.start(run, configured(somebody))
@@ -227,7 +225,7 @@ def test_its_key_becomes_the_token_of_the_run_and_is_in_no_configuration(tmp_pat
     assert run.token.read_text() == TOKEN
 
 
-def test_it_needs_a_supervisor_with_the_coordinator_and_no_inference_job(tmp_path, somebody) -> None:
+def test_it_needs_a_supervisor_with_the_coordinator_and_no_inference_job(tmp_path, somebody):
     config = configured(somebody, "counts.inference=4", "counts.coordinator=1")
     assert job_counts.desired(config)["inference"] == 0
     commands = jobs_run.commands(RunDir(tmp_path), "coordinator", config)
@@ -250,9 +248,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize(("changes", "words", "why"), REFUSALS.values(), ids=REFUSALS)
-def test_a_run_that_cannot_use_it_is_refused_once(
-    tmp_path, somebody, key, changes, words, why, request
-) -> None:
+def test_a_run_that_cannot_use_it_is_refused_once(tmp_path, somebody, key, changes, words, why, request):
     if "no answer" not in request.node.name:
         somebody.start(**changes)
     run = RunDir(tmp_path / "refused")
@@ -261,7 +257,7 @@ def test_a_run_that_cannot_use_it_is_refused_once(
     assert not run.root.exists()
 
 
-def test_a_wrong_key_and_another_model_are_told_apart(tmp_path, somebody, monkeypatch) -> None:
+def test_a_wrong_key_and_another_model_are_told_apart(tmp_path, somebody, monkeypatch):
     somebody.start()
     monkeypatch.setenv("VLLM_API_KEY", "wrong")
     with pytest.raises(ConfigError, match=r"refuses the key \(HTTP 401\).*give its key in VLLM_API_KEY"):
@@ -275,7 +271,7 @@ def test_a_wrong_key_and_another_model_are_told_apart(tmp_path, somebody, monkey
         control.start(RunDir(tmp_path / "b"), configured(somebody, f"model={other}"))
 
 
-def test_an_address_carries_no_key(somebody) -> None:
+def test_an_address_carries_no_key(somebody):
     for url in ("http://key@host:8000", "https://host:8000/?key=1", "host:8000"):
         with pytest.raises(ConfigError, match=r"must be http\(s\)://host:port.*VLLM_API_KEY"):
             configured(somebody, f"inference.url={url}")
@@ -298,7 +294,7 @@ def type_into_shell(line: str, folder: Path) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.parametrize("before", ["", "srun "])
-def test_the_printed_line_shows_its_key_to_no_other_user(tmp_path, somebody, monkeypatch, before) -> None:
+def test_the_printed_line_shows_its_key_to_no_other_user(tmp_path, somebody, monkeypatch, before):
     key = "what-nobody-else-may-read"
     config = configured(somebody)
     monkeypatch.delenv("VLLM_API_KEY", raising=False)

@@ -113,9 +113,7 @@ def finish(run: RunDir, config: RunConfig) -> None:
     watch.watch(run, config, 1500, stop_on="error")
 
 
-def test_a_plain_vllm_is_evaluated_as_it_is_and_never_trained(
-    plain: str, model: Path, tmp_path: Path
-) -> None:
+def test_a_plain_vllm_is_evaluated_as_it_is_and_never_trained(plain, model, tmp_path):
     with pytest.raises(ConfigError, match="no routes that update its weights"):
         control.start(RunDir(tmp_path / "refused"), configured(model, plain))
     config = configured(model, plain, "eval.samples=1", files=("demo_eval.toml",))
@@ -129,9 +127,7 @@ def test_a_plain_vllm_is_evaluated_as_it_is_and_never_trained(
     assert CPU.is_healthy(plain)
 
 
-def test_an_updatable_vllm_samples_what_the_learner_publishes(
-    updatable: str, model: Path, tmp_path: Path
-) -> None:
+def test_an_updatable_vllm_samples_what_the_learner_publishes(updatable, model, tmp_path):
     words = ["steps=3", "groups.resample=false", "eval.every=0", "groups.max_staleness=0"]
     config = configured(model, updatable, *words)
     run = RunDir(tmp_path / "train")

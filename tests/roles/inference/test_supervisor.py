@@ -82,9 +82,7 @@ def end(engines: list[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def test_it_frees_its_gpus_for_the_learner_and_keeps_requests(
-    start: Start, run: RunDir, model: Path, engine: Scripted, tmp_path: Path
-) -> None:
+def test_it_frees_its_gpus_for_the_learner_and_keeps_requests(start, run, model, engine, tmp_path):
     (turns := tmp_path / "turns").mkdir()
     learner = LearnerTurn(turns, 0, DEADLINE_S)
     start(turns=str(turns))
@@ -116,9 +114,7 @@ def full_nodes(run: RunDir, tmpfs) -> Callable[[], None]:
     return change
 
 
-def test_a_full_disk_ends_no_engine_that_goes_to_sleep_or_wakes(
-    full_nodes: Callable[[], None], start: Start, run: RunDir, tmp_path: Path
-) -> None:
+def test_a_full_disk_ends_no_engine_that_goes_to_sleep_or_wakes(full_nodes, start, run, tmp_path):
     """Its cell says so as soon as there is room."""
     (turns := tmp_path / "turns").mkdir()
     learner = LearnerTurn(turns, 0, DEADLINE_S)
@@ -139,9 +135,7 @@ def test_a_full_disk_ends_no_engine_that_goes_to_sleep_or_wakes(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_engine_that_dies_or_stops_asleep_is_replaced(
-    start: Start, run: RunDir, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_an_engine_that_dies_or_stops_asleep_is_replaced(start, run, tmp_path, number):
     (turns := tmp_path / "turns").mkdir()
     learner = LearnerTurn(turns, 0, DEADLINE_S)
     start(turns=str(turns))
@@ -158,7 +152,7 @@ def corrupt(stage: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1] + b"x")
 
 
-def test_deltas_are_loaded_with_what_they_build_on(start: Start, run: RunDir, model: Path) -> None:
+def test_deltas_are_loaded_with_what_they_build_on(start, run, model):
     publish(run, model, version(1), probe=PROBE)
     for step in (2, 3):  # an engine that starts has neither, and two may come at once
         publish(run, model, version(step), probe=PROBE, parent=version(step - 1))
@@ -184,9 +178,7 @@ def test_deltas_are_loaded_with_what_they_build_on(start: Start, run: RunDir, mo
     assert "passed over v000009-i00, serving v000003-i00 until a full snapshot" in log
 
 
-def test_the_token_is_in_no_argument_cell_or_log(
-    start: Start, run: RunDir, model: Path, tmp_path: Path
-) -> None:
+def test_the_token_is_in_no_argument_cell_or_log(start, run, model, tmp_path):
     process = start()
     await_node(run, is_serving(version(0)))
     publish(run, model, version(1), probe=PROBE)
@@ -200,9 +192,7 @@ def test_the_token_is_in_no_argument_cell_or_log(
     assert TOKEN not in f"{cell} {log} {output}"
 
 
-def test_an_engine_keeps_its_weights_while_a_learner_repeats_steps(
-    start: Start, run: RunDir, model: Path, tmp_path: Path
-) -> None:
+def test_an_engine_keeps_its_weights_while_a_learner_repeats_steps(start, run, model, tmp_path):
     """The requests under way were made for them: older weights would answer later than max_staleness."""
     publish(run, model, version(7))
     process = start()
@@ -219,9 +209,7 @@ def test_an_engine_keeps_its_weights_while_a_learner_repeats_steps(
 
 
 @pytest.mark.parametrize(("damage", "served"), [(lambda _: None, version(9)), (corrupt, version(8, 1))])
-def test_an_engine_that_starts_meanwhile_takes_the_deltas_that_others_keep(
-    start: Start, run: RunDir, model: Path, damage: Callable[[Path], None], served: WeightVersion
-) -> None:
+def test_an_engine_that_starts_meanwhile_takes_the_deltas_that_others_keep(start, run, model, damage, served):
     publish(run, model, version(7))
     publish(run, model, version(8), parent=version(7))
     publish(run, model, version(9), parent=version(8), damage=damage)
@@ -235,9 +223,7 @@ def test_an_engine_that_starts_meanwhile_takes_the_deltas_that_others_keep(
 
 
 @pytest.mark.parametrize("refused", [{"damage": corrupt}, {"probe": WRONG}], ids=["corrupt", "probe"])
-def test_a_refused_version_is_passed_over(
-    start: Start, run: RunDir, model: Path, refused: dict[str, object]
-) -> None:
+def test_a_refused_version_is_passed_over(start, run, model, refused):
     process = start()
     await_node(run, is_serving(version(0)))
     publish(run, model, version(1), **refused)  # type: ignore[arg-type]
@@ -256,9 +242,7 @@ def test_a_refused_version_is_passed_over(
     assert "refused v000001-i00" in log
 
 
-def test_an_engine_that_cannot_return_from_a_refused_version_is_replaced(
-    start: Start, run: RunDir, model: Path, engine: Scripted
-) -> None:
+def test_an_engine_that_cannot_return_from_a_refused_version_is_replaced(start, run, model, engine):
     """It must not answer with the refused weights while its cell names those before."""
     start(msgspec.structs.replace(engine, environ=engine.environ | {FAULTS: "one_way"}))
     first = await_node(run, is_serving(version(0))).url
@@ -267,18 +251,14 @@ def test_an_engine_that_cannot_return_from_a_refused_version_is_replaced(
     assert await_node(run, is_serving(version(0))).url != first
 
 
-def test_a_bad_newest_version_does_not_keep_an_engine_from_starting(
-    start: Start, run: RunDir, model: Path
-) -> None:
+def test_a_bad_newest_version_does_not_keep_an_engine_from_starting(start, run, model):
     publish(run, model, version(1), probe=PROBE)
     publish(run, model, version(2), probe=WRONG)
     start()
     await_node(run, is_serving(version(1)))
 
 
-def test_a_delta_that_two_engines_died_of_is_refused_and_reported(
-    start: Start, run: RunDir, model: Path, engine: Scripted, tmp_path: Path
-) -> None:
+def test_a_delta_that_two_engines_died_of_is_refused_and_reported(start, run, model, engine, tmp_path):
     """vLLM ends when the digests of what it loaded differ; each new engine would meet the same delta."""
     publish(run, model, version(1), probe=PROBE)
     process = start(changed=msgspec.structs.replace(engine, environ=engine.environ | {FAULTS: "3.0"}))
@@ -311,7 +291,7 @@ def serving_process(mark: str) -> int:
 
 
 @pytest.mark.parametrize("part", ["engine", "guard and engine"])
-def test_a_stopped_engine_is_replaced(start: Start, run: RunDir, tmp_path: Path, part: str) -> None:
+def test_a_stopped_engine_is_replaced(start, run, tmp_path, part):
     process = start(hang_s=3.0)
     await_node(run, is_serving(version(0)))
     stopped = serving_process(str(tmp_path))
@@ -325,8 +305,8 @@ def test_a_stopped_engine_is_replaced(start: Start, run: RunDir, tmp_path: Path,
 
 @pytest.mark.parametrize("timeout_s", [4.0, 900.0])  # the second one is never waited for
 def test_an_engine_that_stops_in_an_update_is_replaced_and_updated(
-    start: Start, run: RunDir, model: Path, engine: Scripted, tmp_path: Path, timeout_s: float
-) -> None:
+    start, run, model, engine, tmp_path, timeout_s
+):
     process = start(
         changed=msgspec.structs.replace(
             engine, environ=engine.environ | {FAULTS: "2.0"}, load_timeout_s=timeout_s
@@ -342,9 +322,7 @@ def test_an_engine_that_stops_in_an_update_is_replaced_and_updated(
     assert "refused" not in log
 
 
-def test_many_refusals_in_a_row_start_the_engine_anew_and_are_said(
-    start: Start, run: RunDir, model: Path, engine: Scripted
-) -> None:
+def test_many_refusals_in_a_row_start_the_engine_anew_and_are_said(start, run, model, engine):
     process = start(changed=msgspec.structs.replace(engine, environ=engine.environ | {FAULTS: "0.3"}))
     await_node(run, is_serving(version(0)))
     for step in range(1, MAX_REFUSALS + 1):
@@ -359,9 +337,7 @@ def test_many_refusals_in_a_row_start_the_engine_anew_and_are_said(
     assert f"weights were refused {MAX_REFUSALS} times in a row" in log
 
 
-def test_a_run_whose_engine_refuses_all_weights_ends_and_says_why(
-    start: Start, run: RunDir, model: Path
-) -> None:
+def test_a_run_whose_engine_refuses_all_weights_ends_and_says_why(start, run, model):
     start()
     await_node(run, is_serving(version(0)))
     mode, maintenance = training(run), make_maintenance(run, time.monotonic, beats=1000)
@@ -383,9 +359,7 @@ def test_a_run_whose_engine_refuses_all_weights_ends_and_says_why(
     assert run.stop.exists()
 
 
-def test_verifying_a_version_is_cut_short_by_an_order_to_end(
-    start: Start, run: RunDir, model: Path, tmp_path: Path
-) -> None:
+def test_verifying_a_version_is_cut_short_by_an_order_to_end(start, run, model, tmp_path):
     process = start()
     await_node(run, is_serving(version(0)))
     folder = publish(make_run(tmp_path / "elsewhere"), make_weights(tmp_path / "small"), version(1))
@@ -400,7 +374,7 @@ def test_verifying_a_version_is_cut_short_by_an_order_to_end(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, None], ids=["TERM", "USR2", "STOP"])
-def test_ends_cleanly_when_told(start: Start, run: RunDir, tmp_path: Path, number: int | None) -> None:
+def test_ends_cleanly_when_told(start, run, tmp_path, number):
     process = start()
     await_node(run, is_serving(version(0)))
     process.send_signal(number) if number is not None else run.stop.touch()
@@ -409,7 +383,7 @@ def test_ends_cleanly_when_told(start: Start, run: RunDir, tmp_path: Path, numbe
     assert node(run) is None
 
 
-def test_drain_waits_for_the_rollout_workers(start: Start, run: RunDir) -> None:
+def test_drain_waits_for_the_rollout_workers(start, run):
     process = start()
     await_node(run, is_serving(version(0)))
     with Lease(run, "rollout", "test", 0.1):
@@ -420,9 +394,7 @@ def test_drain_waits_for_the_rollout_workers(start: Start, run: RunDir) -> None:
     assert process.wait(180) == 0
 
 
-def test_an_engine_that_never_starts_ends_the_supervisor_and_names_the_log(
-    run: RunDir, model: Path, tmp_path: Path
-) -> None:
+def test_an_engine_that_never_starts_ends_the_supervisor_and_names_the_log(run, model, tmp_path):
     replies = tmp_path / "replies.json"
     replies.write_text("no JSON")
     process = supervise(run, Scripted(replies=str(replies)), model, max_restarts=1)

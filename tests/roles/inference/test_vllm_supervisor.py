@@ -45,7 +45,7 @@ def scratch() -> Iterator[str]:
         yield folder
 
 
-def test_an_engine_that_dies_comes_back_and_dies_with_its_supervisor(tmp_path: Path, scratch: str) -> None:
+def test_an_engine_that_dies_comes_back_and_dies_with_its_supervisor(tmp_path, scratch):
     mark = f"TEST_MARK={tmp_path}"
     # A tied head, of which vLLM keeps a packed copy on a CPU: what a swap leaves must be what a start gives.
     # The model that the run starts from stores it, too; versions, which a learner writes, do not.
@@ -81,7 +81,7 @@ def test_an_engine_that_dies_comes_back_and_dies_with_its_supervisor(tmp_path: P
         process.communicate()
 
 
-def test_vllm_without_its_guard_and_supervisor_ends_too(tmp_path: Path, scratch: str) -> None:
+def test_vllm_without_its_guard_and_supervisor_ends_too(tmp_path, scratch):
     mark = f"TEST_MARK={tmp_path}"
     run, model = make_run(tmp_path / "run"), make_model(tmp_path / "model", 0)
     engine = msgspec.structs.replace(CPU, environ={"TEST_MARK": str(tmp_path)})

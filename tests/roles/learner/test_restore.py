@@ -6,7 +6,6 @@ import pytest
 
 from hpc_swe.base.errors import NodeError
 from hpc_swe.base.records import CheckpointManifest, Manifest, WeightManifest, WeightVersion
-from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import folders, skipped
 from hpc_swe.roles.learner.publish import _checkpoints
 
@@ -15,7 +14,7 @@ def published(folder: Path, manifest: Manifest) -> None:
     folders.publish(folder, lambda _: manifest)
 
 
-def test_a_checkpoint_that_may_not_be_finite_is_taken_last(run: RunDir):
+def test_a_checkpoint_that_may_not_be_finite_is_taken_last(run):
     for step in (2, 4):
         made = CheckpointManifest(writer="w", files={}, step=step, incarnation=1, tensor_parallel=1)
         published(run.checkpoint(step, 1), made)
@@ -38,7 +37,7 @@ def test_a_checkpoint_that_may_not_be_finite_is_taken_last(run: RunDir):
     assert steps() == [4, 2]
 
 
-def test_what_the_last_learner_saved_comes_before_later_steps_of_another(run: RunDir):
+def test_what_the_last_learner_saved_comes_before_later_steps_of_another(run):
     """A learner that had to go back trains other batches than the one before it, whose steps went further."""
     for step, incarnation in ((4, 1), (2, 2), (3, 2)):
         made = CheckpointManifest(writer="w", files={}, step=step, incarnation=incarnation, tensor_parallel=1)

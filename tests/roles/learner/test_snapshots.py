@@ -19,7 +19,5 @@ from hpc_swe.roles.learner.publish import Snapshots
         (Snapshots(every=4, last=7), 7, 1, "base"),
     ],
 )
-def test_a_full_version_comes_when_it_must(
-    snapshots: Snapshots, step: int, deltas: int | None, carrier: str
-) -> None:
+def test_a_full_version_comes_when_it_must(snapshots, step, deltas, carrier):
     assert snapshots.carrier(step, deltas) == carrier

@@ -213,7 +213,7 @@ def address(on: Stage) -> Iterator[ChatAddress]:
 
 @dialects
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_session_is_one_exact_chain(on: Stage, address: ChatAddress, dialect: str, stream: bool) -> None:
+def test_a_session_is_one_exact_chain(on, address, dialect, stream):
     program = DIALECTS[dialect](address, stream=stream)
     assert [program.turn() for _ in range(3)] == ["Look.", "Mend.", "Done."]
     turns = exact(on.recorder.close("over"), on.engine)
@@ -230,14 +230,14 @@ def test_a_session_is_one_exact_chain(on: Stage, address: ChatAddress, dialect: 
 
 
 @pytest.mark.parametrize("dialect", ["messages", "responses"])
-def test_late_words_of_the_system_are_the_users(on: Stage, address: ChatAddress, dialect: str) -> None:
+def test_late_words_of_the_system_are_the_users(on, address, dialect):
     DIALECTS[dialect](address).turn()
     system = "Repair." if dialect == "messages" else "Repair.\n\nBe brief."
     messages = [(message.role, message.content) for message in on.recorder.messages[:2]]
     assert messages == [("system", system), ("user", f"It fails.\n\n{LATE}")]
 
 
-def test_a_message_of_many_texts_takes_little_memory() -> None:
+def test_a_message_of_many_texts_takes_little_memory():
     result = {"type": "tool_result", "content": "1: x"}
     content = [*[{}] * 996, {"text": "a"}, {"text": "b"}, result, {"text": "c"}]
     body = {"messages": [{"role": "user", "content": content}] * 50}
@@ -253,7 +253,7 @@ def test_a_message_of_many_texts_takes_little_memory() -> None:
 
 
 @dialects
-def test_sub_agents_at_the_same_time_have_exact_chains(on: Stage, address: ChatAddress, dialect: str) -> None:
+def test_sub_agents_at_the_same_time_have_exact_chains(on, address, dialect):
     main = DIALECTS[dialect](address, stream=True)
     main.turn()
     subs = [DIALECTS[dialect](address, f"Look into {name}.", stream=True) for name in "ab"]
@@ -269,7 +269,7 @@ def test_sub_agents_at_the_same_time_have_exact_chains(on: Stage, address: ChatA
 
 
 @dialects
-def test_a_compressed_history_is_a_chain_of_its_own(on: Stage, address: ChatAddress, dialect: str) -> None:
+def test_a_compressed_history_is_a_chain_of_its_own(on, address, dialect):
     program = DIALECTS[dialect](address)
     for _ in range(2):
         program.turn()
@@ -280,9 +280,7 @@ def test_a_compressed_history_is_a_chain_of_its_own(on: Stage, address: ChatAddr
 
 
 @dialects
-def test_after_a_cut_connection_the_answer_that_came_is_extended(
-    on: Stage, address: ChatAddress, dialect: str
-) -> None:
+def test_after_a_cut_connection_the_answer_that_came_is_extended(on, address, dialect):
     program, gone = DIALECTS[dialect](address), threading.Event()
     program.turn()
     on.engine.on_call = lambda call: gone.wait(DEADLINE_S) and None
@@ -311,9 +309,7 @@ def test_after_a_cut_connection_the_answer_that_came_is_extended(
 
 
 @dialects
-def test_refusals_have_the_words_that_programs_look_for(
-    on: Stage, address: ChatAddress, dialect: str
-) -> None:
+def test_refusals_have_the_words_that_programs_look_for(on, address, dialect):
     def refused(program: Program, **more: object) -> tuple[int, str, str]:
         answer = program.post(**more)
         assert answer.headers["x-should-retry"] == "false", "or a program repeats it for minutes"
@@ -337,13 +333,13 @@ def test_refusals_have_the_words_that_programs_look_for(
     assert refused(speak(address))[:2] == (503, "server_error")
 
 
-def test_what_is_stored_nowhere_is_not_continued_silently(on: Stage, address: ChatAddress) -> None:
+def test_what_is_stored_nowhere_is_not_continued_silently(on, address):
     answer = Responses(address).post(previous_response_id="resp_0")
     assert answer.status_code == 400
     assert "send the whole history" in answer.json()["error"]["message"]
 
 
-def test_openais_own_client_reads_our_streams(address: ChatAddress) -> None:
+def test_openais_own_client_reads_our_streams(address):
     openai = pytest.importorskip("openai")
     with openai.OpenAI(base_url=address.url, api_key=address.key, max_retries=0) as client:
         body = Responses(address).body
@@ -352,7 +348,7 @@ def test_openais_own_client_reads_our_streams(address: ChatAddress) -> None:
     assert (answer.output_text, answer.output[1].arguments) == ("Look.", '{"path": "m.py"}')
 
 
-def test_a_client_that_only_looks_whether_somebody_listens_is_answered(address: ChatAddress) -> None:
+def test_a_client_that_only_looks_whether_somebody_listens_is_answered(address):
     assert httpx.head(address.url.removesuffix("/v1"), trust_env=False).status_code == 200
 
 
@@ -387,9 +383,7 @@ def resident_mb() -> float:
 
 
 @dialects
-def test_nonsense_is_answered_or_refused_and_leaves_nothing(
-    on: Stage, address: ChatAddress, dialect: str
-) -> None:
+def test_nonsense_is_answered_or_refused_and_leaves_nothing(on, address, dialect):
     program, dice = DIALECTS[dialect](address), random.Random(0)
     program.turn()
     statuses: Counter[int] = Counter()

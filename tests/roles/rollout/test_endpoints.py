@@ -54,7 +54,7 @@ def pool(tmp_path: Path) -> Pool:
 
 
 @pytest.mark.parametrize("requests", [1, 8])
-def test_an_outage_suspends_as_long_however_many_requests_it_meets(pool: Pool, requests: int) -> None:
+def test_an_outage_suspends_as_long_however_many_requests_it_meets(pool, requests):
     for seconds in (1, 2, 4, 8, 16, 30, 30):
         pool.fail_together(requests)
         pool.clock.now += seconds - 0.01
@@ -66,9 +66,7 @@ def test_an_outage_suspends_as_long_however_many_requests_it_meets(pool: Pool, r
 @pytest.mark.parametrize(
     ("noticed_s", "serves_at_s"), [(0.5, 1.0), (5.0, 6.0)], ids=["in the suspension", "after it"]
 )
-def test_who_notices_an_outage_late_does_not_double_it(
-    pool: Pool, noticed_s: float, serves_at_s: float
-) -> None:
+def test_who_notices_an_outage_late_does_not_double_it(pool, noticed_s, serves_at_s):
     """A request whose engine stopped answering is silent for a minute before it counts as failed."""
     late = [pool.begin() for _ in range(8)]
     pool.fail_together(1)
@@ -80,7 +78,7 @@ def test_who_notices_an_outage_late_does_not_double_it(
     assert not pool.is_suspended()
 
 
-def test_an_answer_ends_what_earlier_failures_count(pool: Pool) -> None:
+def test_an_answer_ends_what_earlier_failures_count(pool):
     pool.fail_together(1)
     pool.clock.now = 1.5
     pool.begin().close()
@@ -140,8 +138,8 @@ class Ticking(Clock):
     ],
 )
 def test_a_new_episode_waits_a_while_for_the_newest_weights(
-    tmp_path: Path, listed: dict, prefer: str, loaded_at_s: float, begins_with: list[WeightVersion]
-) -> None:
+    tmp_path, listed, prefer, loaded_at_s, begins_with
+):
     run = RunDir(tmp_path / "run")
     run.make()
     clock = Ticking(run, loaded_at_s, listed)
@@ -157,7 +155,7 @@ def test_a_new_episode_waits_a_while_for_the_newest_weights(
     )
 
 
-def test_no_episode_waits_for_weights_that_a_learner_makes_again(tmp_path: Path) -> None:
+def test_no_episode_waits_for_weights_that_a_learner_makes_again(tmp_path):
     run = RunDir(tmp_path / "run")
     run.make()
     clock = Ticking(run, 1e9, {"a": [FARTHER]})
@@ -167,7 +165,7 @@ def test_no_episode_waits_for_weights_that_a_learner_makes_again(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("workers", "slots"), [(1, 8), (40, 1)])
-def test_engines_that_load_weights_later_get_their_share(tmp_path: Path, workers: int, slots: int) -> None:
+def test_engines_that_load_weights_later_get_their_share(tmp_path, workers, slots):
     """Otherwise the first that has loaded them would get all new episodes, with all their turns."""
     run = RunDir(tmp_path / "run")
     run.make()
@@ -180,7 +178,7 @@ def test_engines_that_load_weights_later_get_their_share(tmp_path: Path, workers
     assert len(taken) / 5 <= taken.count("b") <= len(taken) * 4 / 5
 
 
-def test_a_wait_shorter_than_its_patience_ends_with_an_engine(tmp_path: Path) -> None:
+def test_a_wait_shorter_than_its_patience_ends_with_an_engine(tmp_path):
     run = RunDir(tmp_path / "run")
     run.make()
     for wait_s in (0.0, 0.3, 1.0, 3.0):

@@ -45,7 +45,7 @@ def see_beats(made: Rig, beats: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_written", [False, True], ids=["no table", "none listed"])
-def test_without_an_engine_nothing_is_claimed_and_no_attempt_is_burned(made: Rig, is_written: bool) -> None:
+def test_without_an_engine_nothing_is_claimed_and_no_attempt_is_burned(made, is_written):
     made.run.endpoints.unlink()
     if is_written:
         list_engines(made)
@@ -60,7 +60,7 @@ def test_without_an_engine_nothing_is_claimed_and_no_attempt_is_burned(made: Rig
 
 
 @pytest.mark.slow
-def test_a_request_goes_back_when_engines_vanish_before_any_sample(tmp_path: Path) -> None:
+def test_a_request_goes_back_when_engines_vanish_before_any_sample(tmp_path):
     plays: list[str] = []
 
     def vanish(sandbox: Sandbox, chat: Chat) -> ExitStatus:
@@ -83,7 +83,7 @@ def test_a_request_goes_back_when_engines_vanish_before_any_sample(tmp_path: Pat
     assert made.episodes[NAME].exit_status == ExitStatus.SUBMITTED
 
 
-def test_engines_that_vanish_later_cost_the_attempt(tmp_path: Path) -> None:
+def test_engines_that_vanish_later_cost_the_attempt(tmp_path):
     """What was sampled is lost: given back without end, the longest episodes would never come."""
 
     def ask_twice(sandbox: Sandbox, chat: Chat) -> ExitStatus:
@@ -101,7 +101,7 @@ def test_engines_that_vanish_later_cost_the_attempt(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_clock_of_a_claim_stands_while_no_engine_serves(made: Rig) -> None:
+def test_the_clock_of_a_claim_stands_while_no_engine_serves(made):
     ends = threading.Event()
 
     def wait(sandbox: Sandbox, chat: Chat) -> ExitStatus:

@@ -140,13 +140,13 @@ def compare(plain, hostile, kind: str, text: str) -> None:
 
 @pytest.mark.parametrize("hostile", HOSTILE)
 @pytest.mark.parametrize("kind", FORMS)
-def test_no_text_of_an_episode_becomes_a_control_token(stage, harmless, kind: str, hostile: str) -> None:
+def test_no_text_of_an_episode_becomes_a_control_token(stage, harmless, kind, hostile):
     text = HOSTILE[hostile]
     compare(harmless(kind), play(stage, kind, text, "Hostile", Process()), kind, text)
 
 
 @pytest.mark.parametrize("kind", FORMS)
-def test_nor_does_it_where_the_template_writes_all_of_the_history_anew(builders, kind: str) -> None:
+def test_nor_does_it_where_the_template_writes_all_of_the_history_anew(builders, kind):
     """An evaluation may ask for that; marks of thoughts then count in the policy's own answers, as served."""
     builder = builders[kind]
     known = set(builder.tokens.control.values())
@@ -167,7 +167,7 @@ def test_nor_does_it_where_the_template_writes_all_of_the_history_anew(builders,
         assert marks == [token for token in plain if token not in thoughts]
 
 
-def test_a_file_name_that_is_no_text_breaks_neither_prompt_nor_record(stage) -> None:
+def test_a_file_name_that_is_no_text_breaks_neither_prompt_nor_record(stage):
     on: Stage = stage("qwen3", [call("qwen3", "marked_tool"), call("qwen3", "submit")])
     agent = ToolAgent(tools=({"type": "tests.kit.marked_tool:Names"}, "submit"))
     with Process().open(task("x")) as sandbox:
@@ -180,7 +180,7 @@ def test_a_file_name_that_is_no_text_breaks_neither_prompt_nor_record(stage) -> 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3-coder"])
 @pytest.mark.slow
-def test_nor_does_it_in_a_container(stage, harmless, kind: str) -> None:
+def test_nor_does_it_in_a_container(stage, harmless, kind):
     if shutil.which("apptainer") is None or not (IMAGES / "python-pytest.sif").exists():
         pytest.skip("Apptainer or its task image is missing: run `make image` as root once")
     for text in (HOSTILE["glued"], HOSTILE["turn"]):

@@ -7,7 +7,6 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -101,9 +100,7 @@ def asked(sandbox: Sandbox, address: ChatAddress) -> str:
     return sandbox.python(program, 180).output.strip()
 
 
-def test_each_sandbox_finds_its_own_recorder_at_the_same_port(
-    apptainer: Apptainer, run: RunDir, builder: TokenBuilder
-) -> None:
+def test_each_sandbox_finds_its_own_recorder_at_the_same_port(apptainer, run, builder):
     with apptainer.open(TASK) as one, apptainer.open(TASK) as two:
         with served(one, run, builder, "one") as first, served(two, run, builder, "two") as second:
             assert first.url == second.url
@@ -114,7 +111,7 @@ def test_each_sandbox_finds_its_own_recorder_at_the_same_port(
 
 
 @pytest.mark.parametrize("way", ESCAPES)
-def test_nothing_else_is_reached_and_the_port_is_not_taken(apptainer: Apptainer, way: str) -> None:
+def test_nothing_else_is_reached_and_the_port_is_not_taken(apptainer, way):
     with (
         socket.create_server(("127.0.0.1", 0)) as host,
         socket.socket(socket.AF_UNIX) as named,
@@ -130,16 +127,14 @@ def test_nothing_else_is_reached_and_the_port_is_not_taken(apptainer: Apptainer,
         assert "through" not in result.output.splitlines()
 
 
-def test_a_port_that_is_taken_is_an_error_of_the_sandbox(apptainer: Apptainer) -> None:
+def test_a_port_that_is_taken_is_an_error_of_the_sandbox(apptainer):
     with apptainer.open(TASK) as sandbox, closing(sandbox.listen(8765)):
         with pytest.raises(SandboxError, match="port 8765"):
             sandbox.listen(8765)
         assert sandbox.run("echo goes on", 10).output == "goes on\n"
 
 
-def test_floods_from_the_inside_leave_the_worker_alone(
-    apptainer: Apptainer, run: RunDir, builder: TokenBuilder
-) -> None:
+def test_floods_from_the_inside_leave_the_worker_alone(apptainer, run, builder):
     before = threading.active_count()
     with apptainer.open(TASK) as sandbox, served(sandbox, run, builder, "said") as address:
         assert sandbox.python(FLOOD, 500).output == "200\n"
@@ -150,7 +145,7 @@ def test_floods_from_the_inside_leave_the_worker_alone(
 
 
 @pytest.mark.parametrize("form", ["folder", "squashfs"])
-def test_folders_are_shown_read_only_and_missing_ones_are_named(tmp_path: Path, form: str) -> None:
+def test_folders_are_shown_read_only_and_missing_ones_are_named(tmp_path, form):
     (tmp_path / "kit").mkdir(mode=0o755)
     tmp_path.chmod(0o755)
     (tmp_path / "kit" / "program").write_text("echo from the kit")

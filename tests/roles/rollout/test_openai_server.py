@@ -11,7 +11,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -84,7 +83,7 @@ def observed(answer: dict) -> list[dict]:
         (r"a path \\ud83d", r"a path \ud83d"),
     ],
 )
-def test_half_a_character_in_a_history_ends_no_session(on: Stage, address: ChatAddress, sent, read) -> None:
+def test_half_a_character_in_a_history_ends_no_session(on, address, sent, read):
     headers = {"Authorization": f"Bearer {address.key}"}
     body = '{"messages": [{"role": "user", "content": "' + sent + '"}]}'
     url = f"{address.url}/chat/completions"
@@ -93,7 +92,7 @@ def test_half_a_character_in_a_history_ends_no_session(on: Stage, address: ChatA
     assert on.recorder.messages[0].content == read
 
 
-def test_streams_carry_the_same(on: Stage, address: ChatAddress) -> None:
+def test_streams_carry_the_same(on, address):
     answer = post(address, messages=START, stream=True, stream_options={"include_usage": True})
     assert answer.headers["content-type"] == "text/event-stream"
     lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
@@ -107,7 +106,7 @@ def test_streams_carry_the_same(on: Stage, address: ChatAddress) -> None:
     assert "usage" not in post(address, messages=START, stream=True).text
 
 
-def test_a_clients_sampling_is_ignored_and_counted(on: Stage, address: ChatAddress) -> None:
+def test_a_clients_sampling_is_ignored_and_counted(on, address):
     settings = {
         "temperature": 0.1,
         "top_p": 0.5,
@@ -124,9 +123,7 @@ def test_a_clients_sampling_is_ignored_and_counted(on: Stage, address: ChatAddre
     assert on.recorder.counts["ignored_settings"] == len(settings)
 
 
-def test_errors_are_those_of_the_protocol(
-    on: Stage, address: ChatAddress, builder: TokenBuilder, run: RunDir
-) -> None:
+def test_errors_are_those_of_the_protocol(on, address, builder, run):
     def error(answer: httpx.Response) -> tuple[int, str, str]:
         return answer.status_code, answer.json()["error"]["type"], answer.json()["error"]["code"]
 
@@ -145,7 +142,7 @@ def test_errors_are_those_of_the_protocol(
     assert error(post(address, messages=START))[0] == 503
 
 
-def test_a_huge_request_is_refused(address: ChatAddress) -> None:
+def test_a_huge_request_is_refused(address):
     connection = http.client.HTTPConnection(address.url.split("/")[2])
     connection.putrequest("POST", "/v1/chat/completions")
     connection.putheader("Content-Length", str(10**12))
@@ -155,7 +152,7 @@ def test_a_huge_request_is_refused(address: ChatAddress) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_has_no_more_to_ask_is_answered(on: Stage, address: ChatAddress, stream: bool) -> None:
+def test_a_client_that_has_no_more_to_ask_is_answered(on, address, stream):
     host, port = address.url.split("/")[2].split(":")
     body = json.dumps({"messages": START, "stream": stream}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {address.key}\r\n"
@@ -167,7 +164,7 @@ def test_a_client_that_has_no_more_to_ask_is_answered(on: Stage, address: ChatAd
     assert [turn.delivered for turn in on.recorder.close("")] == [True]
 
 
-def test_a_body_without_a_length_is_refused_in_words_that_help(address: ChatAddress) -> None:
+def test_a_body_without_a_length_is_refused_in_words_that_help(address):
     headers = {"Authorization": f"Bearer {address.key}"}
     url = f"{address.url}/chat/completions"
     answer = httpx.post(url, headers=headers, content=iter([b"{}"]), trust_env=False)
@@ -175,7 +172,7 @@ def test_a_body_without_a_length_is_refused_in_words_that_help(address: ChatAddr
     assert "chunked" in answer.json()["error"]["message"]
 
 
-def test_after_the_episode_nobody_is_answered(on: Stage) -> None:
+def test_after_the_episode_nobody_is_answered(on):
     with on.recorder.serve(free_port(), most_turns=9) as address:
         post(address, messages=START)
         on.recorder.close("over")
@@ -185,7 +182,7 @@ def test_after_the_episode_nobody_is_answered(on: Stage) -> None:
         post(address, messages=START)
 
 
-def test_the_recorder_counts_the_turns_itself(on: Stage) -> None:
+def test_the_recorder_counts_the_turns_itself(on):
     with on.recorder.serve(free_port(), most_turns=2) as address:
         answers = [post(address, messages=[{"role": "user", "content": str(n)}]) for n in range(4)]
     assert [answer.status_code for answer in answers] == [200, 200, 400, 400]
@@ -195,7 +192,7 @@ def test_the_recorder_counts_the_turns_itself(on: Stage) -> None:
     assert len(on.recorder.close("")) == len(on.engine.calls) == 2
 
 
-def test_threads_cannot_get_more_turns_than_there_are(on: Stage) -> None:
+def test_threads_cannot_get_more_turns_than_there_are(on):
     on.engine.on_call = lambda call: time.sleep(0.05)
     with on.recorder.serve(free_port(), most_turns=3) as address:
         threads = [
@@ -209,7 +206,7 @@ def test_threads_cannot_get_more_turns_than_there_are(on: Stage) -> None:
     assert len(on.recorder.close("")) == 3
 
 
-def test_a_call_the_template_refuses_is_a_side_call_despite_its_prompt(run: RunDir, tmp_path: Path) -> None:
+def test_a_call_the_template_refuses_is_a_side_call_despite_its_prompt(run, tmp_path):
     picky = (
         "{%- if messages[1:] and messages[-1].role == 'system' %}{{ raise_exception('late') }}{%- endif %}"
     )
@@ -225,7 +222,7 @@ def test_a_call_the_template_refuses_is_a_side_call_despite_its_prompt(run: RunD
             assert on.recorder.refusal.is_side_request == is_side_request
 
 
-def test_the_policy_keeps_only_its_own_agent_waiting(on: Stage) -> None:
+def test_the_policy_keeps_only_its_own_agent_waiting(on):
     """Half requests, endless headers, silence, floods: served again when they are given up."""
     listener = free_port()
     before = threading.active_count()
@@ -268,7 +265,7 @@ def test_the_policy_keeps_only_its_own_agent_waiting(on: Stage) -> None:
         b'{"messages": [{"role": "user"}], "tools": [1, "x", null]}',
     ],
 )
-def test_no_body_breaks_the_front(on: Stage, address: ChatAddress, body: bytes) -> None:
+def test_no_body_breaks_the_front(on, address, body):
     headers = {"Authorization": f"Bearer {address.key}"}
     url = f"{address.url}/chat/completions"
     answer = httpx.post(url, headers=headers, content=body, trust_env=False, timeout=DEADLINE_S)

@@ -5,7 +5,6 @@ import json
 import math
 import time
 from collections import deque
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -15,7 +14,6 @@ from hpc_swe.agents.chat import TokenBuilder
 from hpc_swe.agents.loops.base import ContextFull, Reply
 from hpc_swe.base.errors import ConfigError, EngineError, SandboxError
 from hpc_swe.base.records import FREE, Message, Node, Sampling, ToolCall, WeightVersion, float_array, id_array
-from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic
 from hpc_swe.models.engines.base import Completion
 from hpc_swe.roles.coordinator.batching.samples import add_routing, make_samples
@@ -58,9 +56,7 @@ def sequence(turns: list, index: int) -> list[int]:
 
 
 @pytest.mark.parametrize("history", ["keep", "template"])
-def test_every_token_has_the_experts_that_computed_it(
-    run: RunDir, builder: TokenBuilder, history: str
-) -> None:
+def test_every_token_has_the_experts_that_computed_it(run, builder, history):
     on = stage(run, builder, history=history)
     on.engine.routes = True
     on.engine.faults.append(cut_at(2))
@@ -75,9 +71,7 @@ def test_every_token_has_the_experts_that_computed_it(
 
 
 @pytest.mark.parametrize("template", [HERMES, THINKING])
-def test_every_recorded_token_is_what_the_engine_saw_and_said(
-    run: RunDir, tmp_path: Path, template: str
-) -> None:
+def test_every_recorded_token_is_what_the_engine_saw_and_said(run, tmp_path, template):
     thinking = TokenBuilder(make_model(tmp_path / "model", template))
     replies = [f"<think>\nhm\n</think>\n\n{text}" for text in REPLIES] if template == THINKING else REPLIES
     on = stage(run, thinking, replies=replies)
@@ -107,15 +101,13 @@ def test_every_recorded_token_is_what_the_engine_saw_and_said(
 
 
 @pytest.mark.parametrize("setting", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"temperature": 0.7}])
-def test_training_refuses_settings_that_the_logprobs_do_not_show(
-    run: RunDir, builder: TokenBuilder, setting: dict[str, float]
-) -> None:
+def test_training_refuses_settings_that_the_logprobs_do_not_show(run, builder, setting):
     with pytest.raises(ConfigError, match="sampling"):
         stage(run, builder, sampling=Sampling(**setting))
     stage(run, builder, sampling=Sampling(**setting), split="eval")
 
 
-def test_turns_say_what_they_were_sampled_with(run: RunDir, builder: TokenBuilder) -> None:
+def test_turns_say_what_they_were_sampled_with(run, builder):
     hot = Sampling(max_tokens=100, temperature=0.7)
     on = stage(run, builder, sampling=hot, split="eval", context=120)
     on.recorder(START)
@@ -127,7 +119,7 @@ def test_turns_say_what_they_were_sampled_with(run: RunDir, builder: TokenBuilde
 # Rule 5: an aborted generation is continued and never reaches the agent.
 
 
-def test_an_aborted_generation_is_continued_elsewhere(run: RunDir, builder: TokenBuilder) -> None:
+def test_an_aborted_generation_is_continued_elsewhere(run, builder):
     on = stage(run, builder)
 
     def update(call: Call) -> None:
@@ -153,14 +145,14 @@ def test_an_aborted_generation_is_continued_elsewhere(run: RunDir, builder: Toke
     assert on.recorder.counts["continued"] == 2
 
 
-def test_an_abort_at_the_last_token_is_a_cut_turn(run: RunDir, builder: TokenBuilder) -> None:
+def test_an_abort_at_the_last_token_is_a_cut_turn(run, builder):
     on = stage(run, builder, sampling=Sampling(max_tokens=4))
     on.engine.faults = deque([cut_at(4)])
     assert on.recorder(START).truncated
     assert on.recorder.close("")[0].finish_reason == "length"
 
 
-def test_a_wait_for_engines_ends_and_says_for_what(run: RunDir, builder: TokenBuilder) -> None:
+def test_a_wait_for_engines_ends_and_says_for_what(run, builder):
     on = stage(run, builder, wait_s=0.2)
     serve(run, newest=V3, a=[V1])
     with pytest.raises(EngineError, match=r"endpoints.json lists a at .*v000001.* of v000003"):
@@ -171,7 +163,7 @@ def test_a_wait_for_engines_ends_and_says_for_what(run: RunDir, builder: TokenBu
         stage(run, builder, wait_s=0.2).recorder(START)
 
 
-def test_endless_aborts_end(run: RunDir, builder: TokenBuilder) -> None:
+def test_endless_aborts_end(run, builder):
     on = stage(run, builder, wait_s=0.3)
     on.engine.faults = deque([cut_at(0)] * 1000)
     with pytest.raises(EngineError, match="aborted every request"):
@@ -193,9 +185,7 @@ def bad_logprob(value: float) -> object:
         (lambda answer: Completion([5] * 201, [-1.0] * 201, "length", None), "201 tokens where 200"),
     ],
 )
-def test_an_answer_that_cannot_be_trusted_is_an_engine_error(
-    run: RunDir, builder: TokenBuilder, fault: object, why: str
-) -> None:
+def test_an_answer_that_cannot_be_trusted_is_an_engine_error(run, builder, fault, why):
     on = stage(run, builder)
     on.engine.faults = deque([fault])
     with pytest.raises(EngineError, match=why):
@@ -207,9 +197,7 @@ def test_an_answer_that_cannot_be_trusted_is_an_engine_error(
 # Rule 4: versions as spans, engines that stick.
 
 
-def test_an_engine_without_stamps_gets_the_interval_that_its_cell_allows(
-    run: RunDir, builder: TokenBuilder
-) -> None:
+def test_an_engine_without_stamps_gets_the_interval_that_its_cell_allows(run, builder):
     on = stage(run, builder)
     on.engine.version = None
     node = Node(owner="a", role="inference", beat=1, host="h", pid=1)
@@ -226,9 +214,7 @@ def test_an_engine_without_stamps_gets_the_interval_that_its_cell_allows(
 
 
 @pytest.mark.parametrize("cell", ["absent", "names none"])
-def test_tokens_of_an_engine_that_was_ending_are_sampled_again(
-    run: RunDir, builder: TokenBuilder, cell: str
-) -> None:
+def test_tokens_of_an_engine_that_was_ending_are_sampled_again(run, builder, cell):
     on = stage(run, builder, wait_s=0.1)
     on.engine.version = None
     serve(run, a=[V1])
@@ -241,7 +227,7 @@ def test_tokens_of_an_engine_that_was_ending_are_sampled_again(
     assert on.recorder.close("") == []
 
 
-def test_a_conversation_sticks_to_its_engine_while_it_serves(run: RunDir, builder: TokenBuilder) -> None:
+def test_a_conversation_sticks_to_its_engine_while_it_serves(run, builder):
     on = stage(run, builder)
     history = list(START)
     for count in range(4):
@@ -252,7 +238,7 @@ def test_a_conversation_sticks_to_its_engine_while_it_serves(run: RunDir, builde
     assert urls[0] == urls[1] == urls[2] != urls[3]
 
 
-def test_only_new_chains_take_the_salt_of_new_weights(run: RunDir, builder: TokenBuilder) -> None:
+def test_only_new_chains_take_the_salt_of_new_weights(run, builder):
     """Their caches are under its name. While an engine swaps, it may still compute with the older weights."""
     serve(run, a=[V1])
     on = stage(run, builder, part=3, wait_s=1.0)
@@ -272,9 +258,7 @@ def test_only_new_chains_take_the_salt_of_new_weights(run: RunDir, builder: Toke
 
 
 @pytest.mark.parametrize("versions", [[V1, V3], [V3, V1]])
-def test_an_engine_that_is_updating_is_asked_and_may_be_at_either_version(
-    run: RunDir, builder: TokenBuilder, versions: list[WeightVersion]
-) -> None:
+def test_an_engine_that_is_updating_is_asked_and_may_be_at_either_version(run, builder, versions):
     serve(run, updating=True, newest=V3, a=versions)
     on = stage(run, builder, wait_s=1.0)
     on.engine.version = None
@@ -283,7 +267,7 @@ def test_an_engine_that_is_updating_is_asked_and_may_be_at_either_version(
     assert (span.oldest, span.newest, span.fewest_steps) == (V1, V3, 1)
 
 
-def test_engines_that_lag_are_not_asked(run: RunDir, builder: TokenBuilder) -> None:
+def test_engines_that_lag_are_not_asked(run, builder):
     serve(run, newest=V3, a=[V1], b=[V2])
     on = stage(run, builder, wait_s=1.0)
     for _ in range(4):
@@ -291,7 +275,7 @@ def test_engines_that_lag_are_not_asked(run: RunDir, builder: TokenBuilder) -> N
     assert {call.url for call in on.engine.calls} == {"http://b"}
 
 
-def test_the_least_loaded_engine_is_asked(run: RunDir) -> None:
+def test_the_least_loaded_engine_is_asked(run):
     pool = Endpoints(run, max_lag=0)
     with pool.take("", 1) as first, pool.take("", 1) as second, pool.take(first.owner, 1) as third:
         assert {first.owner, second.owner} == {"a", "b"}
@@ -303,7 +287,7 @@ def test_the_least_loaded_engine_is_asked(run: RunDir) -> None:
 # Chains: messages are compared, not renderings.
 
 
-def test_a_reply_that_turns_out_lost_is_extended_by_nothing(run: RunDir, builder: TokenBuilder) -> None:
+def test_a_reply_that_turns_out_lost_is_extended_by_nothing(run, builder):
     on = stage(run, builder)
     exchange = on.recorder.ask(START)
     on.recorder.deliver(exchange)
@@ -313,7 +297,7 @@ def test_a_reply_that_turns_out_lost_is_extended_by_nothing(run: RunDir, builder
     assert [(turn.parent, turn.delivered) for turn in turns] == [(None, False), (None, True)]
 
 
-def test_a_changed_history_starts_a_chain(run: RunDir, builder: TokenBuilder) -> None:
+def test_a_changed_history_starts_a_chain(run, builder):
     on = stage(run, builder)
     history = talk(on.recorder, [tool("x")])
     compressed = [
@@ -338,9 +322,7 @@ def test_a_changed_history_starts_a_chain(run: RunDir, builder: TokenBuilder) ->
     assert on.recorder.counts["chains"] == 5
 
 
-def test_the_graded_conversation_is_no_side_call_of_program_or_policy(
-    run: RunDir, builder: TokenBuilder
-) -> None:
+def test_the_graded_conversation_is_no_side_call_of_program_or_policy(run, builder):
     on = stage(run, builder)
     assert on.recorder.main == -1
     on.recorder([Message(role="user", content="A title, please.")])
@@ -356,7 +338,7 @@ def test_the_graded_conversation_is_no_side_call_of_program_or_policy(
     assert on.recorder.main == 3
 
 
-def test_what_clients_do_to_text_does_not_break_a_chain(run: RunDir, tmp_path: Path) -> None:
+def test_what_clients_do_to_text_does_not_break_a_chain(run, tmp_path):
     on = stage(
         run,
         TokenBuilder(make_model(tmp_path / "model", THINKING)),
@@ -372,7 +354,7 @@ def test_what_clients_do_to_text_does_not_break_a_chain(run: RunDir, tmp_path: P
 # Which history a policy sees.
 
 
-def test_a_history_rendered_afresh_is_what_a_served_model_would_see(run: RunDir, tmp_path: Path) -> None:
+def test_a_history_rendered_afresh_is_what_a_served_model_would_see(run, tmp_path):
     thinking = TokenBuilder(make_model(tmp_path / "model", THINKING))
     replies = [f"<think>\nhm {number}\n</think>\n\n{text}" for number, text in enumerate(REPLIES)]
     on = stage(run, thinking, replies=replies, history="template")
@@ -394,7 +376,7 @@ def test_a_history_rendered_afresh_is_what_a_served_model_would_see(run: RunDir,
 # Limits.
 
 
-def test_a_full_context_is_no_failure(run: RunDir, builder: TokenBuilder) -> None:
+def test_a_full_context_is_no_failure(run, builder):
     on = stage(run, builder, context=150)
     history = [*START, answer(on.recorder(START)), tool("x = 1\n" * 60)]
     with pytest.raises(ContextFull, match="context length 150; an answer needs 16"):
@@ -404,7 +386,7 @@ def test_a_full_context_is_no_failure(run: RunDir, builder: TokenBuilder) -> Non
 
 
 @pytest.mark.slow
-def test_the_backstop_excludes_the_engine(run: RunDir, builder: TokenBuilder) -> None:
+def test_the_backstop_excludes_the_engine(run, builder):
     on = stage(run, builder, episode_timeout_s=3.0)
     on.engine.on_call = lambda call: time.sleep(2.0)
     history = [*START, answer(on.recorder(START)), tool("x")]

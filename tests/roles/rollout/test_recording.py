@@ -66,7 +66,7 @@ def converse(on: Stage, script: Sequence[dict]) -> list[Turn]:
 @pytest.mark.parametrize("kind", FORMS)
 @settings(max_examples=150)
 @given(script=st.lists(replies(), min_size=1, max_size=5))
-def test_prompts_extend_and_every_sampled_token_is_trained_once(stage, kind: str, script: list[dict]) -> None:
+def test_prompts_extend_and_every_sampled_token_is_trained_once(stage, kind, script):
     spoken = [reply for reply in script for _ in range(1 + reply["is_lost"])]
     on: Stage = stage(kind, [])
     on.engine.answers += [sampled(on, kind, reply) for reply in spoken]
@@ -114,7 +114,7 @@ SAMPLED = {
 
 @pytest.mark.parametrize("case", SAMPLED)
 @pytest.mark.parametrize("kind", ["qwen2.5", "qwen3 not thinking", "qwen3-coder"])
-def test_control_tokens_in_the_middle_of_an_answer_stay_where_they_are(stage, kind: str, case: str) -> None:
+def test_control_tokens_in_the_middle_of_an_answer_stay_where_they_are(stage, kind, case):
     text, names, content = SAMPLED[case]
     said = "".join(part for part, _ in call(kind, "view", path="m.py"))
     on: Stage = stage(kind, [[(text.replace("CALL", said), True)], [("Done.", False)]])

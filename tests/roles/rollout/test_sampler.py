@@ -99,7 +99,7 @@ def counting(*failures: Callable[[], None]) -> Counting:
 
 @pytest.mark.parametrize("routed", [0, 1])
 @pytest.mark.parametrize("size", [1, 3, 10])
-def test_parts_make_the_routing_of_each_token_once(run: RunDir, size: int, routed: int) -> None:
+def test_parts_make_the_routing_of_each_token_once(run, size, routed):
     list_engines(run, a="http://a")
     engine = msgspec.structs.replace(counting(), return_routing=True)
     sampler = Sampler(engine, Endpoints(run, max_lag=1, fresh_s=0.0), "secret", WAIT_S, size)
@@ -107,7 +107,7 @@ def test_parts_make_the_routing_of_each_token_once(run: RunDir, size: int, route
     assert list(found.routing) == [*PROMPT.tolist(), *range(9)][routed:], "the last token was never computed"
 
 
-def test_experts_come_over_the_wire_as_vllm_sends_them(run: RunDir, tmp_path: Path) -> None:
+def test_experts_come_over_the_wire_as_vllm_sends_them(run, tmp_path):
     reply = ScriptedReply(token_ids=[9, 3, 12], logprobs=[-1.0] * 3)
     with serving(tmp_path, reply) as (url, _):
         list_engines(run, a=url)
@@ -126,7 +126,7 @@ def fail(error: EngineError, after_s: float = 0.0) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("size", [1, 3, 5, 10, 11])
-def test_parts_make_the_same_completion(run: RunDir, size: int) -> None:
+def test_parts_make_the_same_completion(run, size):
     list_engines(run, a="http://a")
     engine = counting()
     found = ask(run, engine, part=size)
@@ -137,7 +137,7 @@ def test_parts_make_the_same_completion(run: RunDir, size: int) -> None:
     assert engine.asked == [size] * -(-10 // size)
 
 
-def test_the_last_part_is_no_longer_than_what_was_asked_for(run: RunDir) -> None:
+def test_the_last_part_is_no_longer_than_what_was_asked_for(run):
     list_engines(run, a="http://a")
     engine = counting()
     found = ask(run, engine, max_tokens=7, part=4)
@@ -145,19 +145,19 @@ def test_the_last_part_is_no_longer_than_what_was_asked_for(run: RunDir) -> None
     assert engine.asked == [4, 3]
 
 
-def test_an_engine_that_dies_costs_one_part(run: RunDir) -> None:
+def test_an_engine_that_dies_costs_one_part(run):
     list_engines(run, a="http://a", b="http://b")
     engine = counting(lambda: None, fail(NoAnswer("killed")))
     assert ask(run, engine, part=4).token_ids == list(range(10))
     assert engine.asked == [4, 4, 4, 4]
 
 
-def test_time_that_an_engine_worked_is_no_wait_for_an_engine(run: RunDir) -> None:
+def test_time_that_an_engine_worked_is_no_wait_for_an_engine(run):
     list_engines(run, a="http://a", b="http://b")
     assert ask(run, counting(fail(NoAnswer("killed"), 2 * WAIT_S))).finish_reason == "stop"
 
 
-def test_a_request_that_an_engine_lost_fails_alone(run: RunDir) -> None:
+def test_a_request_that_an_engine_lost_fails_alone(run):
     list_engines(run, a="http://a")
     endpoints = Endpoints(run, max_lag=1, fresh_s=0.0)
     asking = Sampler(counting(fail(Overdue("lost"), WAIT_S)), endpoints, "secret", WAIT_S)
@@ -167,7 +167,7 @@ def test_a_request_that_an_engine_lost_fails_alone(run: RunDir) -> None:
         assert endpoint.owner == "a"
 
 
-def test_time_in_which_the_learner_has_the_gpus_is_no_wait_for_an_engine(run: RunDir) -> None:
+def test_time_in_which_the_learner_has_the_gpus_is_no_wait_for_an_engine(run):
     list_engines(run, a="http://a")
     endpoints = Endpoints(run, max_lag=1, fresh_s=0.0)
 
@@ -184,7 +184,7 @@ def test_time_in_which_the_learner_has_the_gpus_is_no_wait_for_an_engine(run: Ru
 
 
 @pytest.mark.slow
-def test_a_stopped_engine_is_left_for_another(run: RunDir, tmp_path: Path) -> None:
+def test_a_stopped_engine_is_left_for_another(run, tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     with (
@@ -200,7 +200,7 @@ def test_a_stopped_engine_is_left_for_another(run: RunDir, tmp_path: Path) -> No
         assert asking.sample(PROMPT, Sampling(max_tokens=1), "a").token_ids == [2]
 
 
-def test_a_new_episode_reads_which_weights_it_is_for(run: RunDir) -> None:
+def test_a_new_episode_reads_which_weights_it_is_for(run):
     endpoints, other = Endpoints(run, 0, fresh_s=1000.0), Endpoints(run, 1, fresh_s=1000.0)
     list_engines(run, a="http://a")
     with endpoints.take("", WAIT_S), other.take("", WAIT_S):

@@ -53,7 +53,7 @@ def one(tmp_path: Path, agent: object = None, sandboxes: object = None, **config
     return made.episodes[NAME]
 
 
-def test_an_episode_holds_every_sampled_token_and_the_work(made: Rig) -> None:
+def test_an_episode_holds_every_sampled_token_and_the_work(made):
     made.ask(6)
     made.engine.faults = deque([cut_at(3), EngineError("gone"), None, None, cut_at(2)])
     made.drain()
@@ -86,7 +86,7 @@ def test_an_episode_holds_every_sampled_token_and_the_work(made: Rig) -> None:
             assert {(span.oldest, span.newest) for span in turn.spans} == {(V1, V1)}
 
 
-def test_a_claim_is_named_by_the_lease_while_it_is_held(tmp_path: Path) -> None:
+def test_a_claim_is_named_by_the_lease_while_it_is_held(tmp_path):
     seen: list[Node] = []
 
     def look(sandbox: Sandbox, chat: object) -> ExitStatus:
@@ -132,7 +132,7 @@ def swallow(sandbox: Sandbox, chat: object) -> ExitStatus:
     return ExitStatus.SUBMITTED
 
 
-def test_a_sandbox_that_does_not_close_costs_nothing(tmp_path: Path) -> None:
+def test_a_sandbox_that_does_not_close_costs_nothing(tmp_path):
     episode = one(tmp_path, sandboxes=Failing(opening=False))
     assert episode.exit_status == ExitStatus.SUBMITTED
     assert "+    return x + y" in episode.submission
@@ -147,15 +147,13 @@ def test_a_sandbox_that_does_not_close_costs_nothing(tmp_path: Path) -> None:
         (ContextFull("full"), ExitStatus.CONTEXT, True),
     ],
 )
-def test_errors_are_blamed_on_whom_they_name(
-    tmp_path: Path, error: Exception, status: ExitStatus, works: bool
-) -> None:
+def test_errors_are_blamed_on_whom_they_name(tmp_path, error, status, works):
     episode = one(tmp_path, raising(error))
     assert (episode.exit_status, episode.error) == (status, str(error))
     assert bool(episode.submission) == works
 
 
-def test_what_the_policy_breaks_in_its_sandbox_is_its_own(tmp_path: Path) -> None:
+def test_what_the_policy_breaks_in_its_sandbox_is_its_own(tmp_path):
     def wreck(sandbox: Sandbox, chat: object) -> ExitStatus:
         chat(ASK)
         sandbox.run("rm -rf ./* .[a-z]*; mkdir m.py; kill -9 $$", 60)
@@ -166,7 +164,7 @@ def test_what_the_policy_breaks_in_its_sandbox_is_its_own(tmp_path: Path) -> Non
     assert "+++ /dev/null" in episode.submission, "the file is gone, and that is what is graded"
 
 
-def test_an_engine_error_that_a_program_swallows_is_still_infrastructure(tmp_path: Path) -> None:
+def test_an_engine_error_that_a_program_swallows_is_still_infrastructure(tmp_path):
     made = rig(tmp_path / "run", tmp_path / "model", Doing(swallow), wait_s=1.0)
     made.engine.faults = deque([EngineError("gone")] * 1000)
     made.ask()
@@ -177,7 +175,7 @@ def test_an_engine_error_that_a_program_swallows_is_still_infrastructure(tmp_pat
     assert episode.submission == ""
 
 
-def test_a_hanging_episode_is_given_up_from_outside_once(tmp_path: Path) -> None:
+def test_a_hanging_episode_is_given_up_from_outside_once(tmp_path):
     hanging = threading.Event()
 
     def hang(sandbox: Sandbox, chat: object) -> ExitStatus:
@@ -195,7 +193,7 @@ def test_a_hanging_episode_is_given_up_from_outside_once(tmp_path: Path) -> None
     assert made.shown()["claimed"] == []
 
 
-def test_a_hanging_episode_does_not_hide_behind_a_busy_one(tmp_path: Path) -> None:
+def test_a_hanging_episode_does_not_hide_behind_a_busy_one(tmp_path):
     go, first = threading.Event(), threading.Lock()
 
     def act(sandbox: Sandbox, chat: Chat) -> ExitStatus:
@@ -213,7 +211,7 @@ def test_a_hanging_episode_does_not_hide_behind_a_busy_one(tmp_path: Path) -> No
         until(lambda: len(made.episodes) == 2)
 
 
-def test_a_corrupt_request_is_put_aside_and_the_others_are_done(made: Rig) -> None:
+def test_a_corrupt_request_is_put_aside_and_the_others_are_done(made):
     made.ask(3)
     (made.run.requests / "ready" / f"{NAME}~0").write_bytes(b"\x00half")
     made.drain()
@@ -230,7 +228,7 @@ def waiting(go: threading.Event) -> Doing:
     return Doing(act)
 
 
-def test_drain_finishes_what_is_at_work_and_claims_no_more(tmp_path: Path) -> None:
+def test_drain_finishes_what_is_at_work_and_claims_no_more(tmp_path):
     go = threading.Event()
     made = rig(tmp_path / "run", tmp_path / "model", waiting(go))
     made.ask(6)
@@ -248,7 +246,7 @@ def test_drain_finishes_what_is_at_work_and_claims_no_more(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("order", ["stop", "finished"])
-def test_stop_gives_claims_back_and_publishes_nothing_more(tmp_path: Path, order: str) -> None:
+def test_stop_gives_claims_back_and_publishes_nothing_more(tmp_path, order):
     go = threading.Event()
     made = rig(tmp_path / "run", tmp_path / "model", waiting(go))
     made.ask(6)
@@ -264,9 +262,7 @@ def test_stop_gives_claims_back_and_publishes_nothing_more(tmp_path: Path, order
 
 
 @pytest.mark.parametrize("warning", [None, signal.SIGUSR2])
-def test_a_process_that_must_end_gives_claims_back_a_warned_one_takes_none(
-    tmp_path: Path, made: Rig, warning: signal.Signals | None
-) -> None:
+def test_a_process_that_must_end_gives_claims_back_a_warned_one_takes_none(tmp_path, made, warning):
     made.ask(2)
     before = made.shown()
     command = [sys.executable, "-m", "tests.kit.killed_worker", made.run.root, tmp_path / "model"]
@@ -291,7 +287,7 @@ def test_a_process_that_must_end_gives_claims_back_a_warned_one_takes_none(
         process.wait()
 
 
-def test_a_lost_claim_is_harmless(tmp_path: Path) -> None:
+def test_a_lost_claim_is_harmless(tmp_path):
     go = threading.Event()
     made = rig(tmp_path / "run", tmp_path / "model", waiting(go))
     made.ask()
@@ -310,7 +306,7 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize("bug", [ZeroDivisionError, Panic])
-def test_a_bug_ends_the_worker_and_gives_the_others_back(tmp_path: Path, bug: type[BaseException]) -> None:
+def test_a_bug_ends_the_worker_and_gives_the_others_back(tmp_path, bug):
     first = threading.Event()
 
     def act(sandbox: Sandbox, chat: object) -> ExitStatus:
@@ -329,7 +325,7 @@ def test_a_bug_ends_the_worker_and_gives_the_others_back(tmp_path: Path, bug: ty
     assert len(made.shown()["claimed"]) == 1, "recovery counts its loss"
 
 
-def test_what_breaks_our_code_after_the_policy_spoke_costs_one_episode(tmp_path: Path) -> None:
+def test_what_breaks_our_code_after_the_policy_spoke_costs_one_episode(tmp_path):
     def act(sandbox: Sandbox, chat: Chat) -> ExitStatus:
         chat([Message(role="user", content="hello")])
         raise RecursionError("too deep: \ud800")
@@ -352,9 +348,7 @@ def small(tmp_path: Path, tmpfs) -> Path:
 
 
 @pytest.mark.parametrize("order", ["", "DRAIN", "STOP"])
-def test_a_full_disk_costs_no_episode_and_a_worker_that_ends_no_loss(
-    small: Path, tmp_path: Path, order: str
-) -> None:
+def test_a_full_disk_costs_no_episode_and_a_worker_that_ends_no_loss(small, tmp_path, order):
     go, begun = threading.Event(), []
 
     def act(sandbox: Sandbox, chat: Chat) -> ExitStatus:

@@ -291,6 +291,13 @@ def version(task: Task, old: str, new: str, *tests: str) -> str:
     return hidden_tests.encode_versions(task, [Version(edits=[edit], tests=list(tests), unsure=[])])
 
 
+@pytest.fixture
+def one(repository, tmp_path) -> Task:
+    """A task with one change, of what its failing test expects."""
+    plain = task(tmp_path, "unittest", repository[1])
+    return with_versions(plain, version(plain, "(1, 2, 3)", "(1, 2, 4)", *plain.tests.fail_to_pass))
+
+
 def told(passed: str, failed: str = "") -> RetestResult:
     return RetestResult(passed=frozenset(passed), ended=frozenset(passed + failed))
 
@@ -362,21 +369,15 @@ def grade(task: Task, retests: int, run: Callable[[Task], RetestResult]) -> str:
 
 @pytest.mark.parametrize("retests", [1, 2, 3, 5])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_a_submission_that_lies_is_believed_in_one_series_of_coins_at_most(
-    repository, tmp_path, plan, retests
-):
+def test_a_submission_that_lies_is_believed_in_one_series_of_coins_at_most(one, plan, retests):
     """Within six standard deviations of one in 2 ** retests."""
-    one = task(tmp_path, "unittest", repository[1])
-    one = with_versions(one, version(one, "(1, 2, 3)", "(1, 2, 4)", *one.tests.fail_to_pass))
     times, odds = 2000, 1 / 2**retests
     paid = sum(grade(one, retests, Liar(one, plan)) == "agrees" for _ in range(times))
     assert paid <= times * odds + 6 * sqrt(times * odds * (1 - odds))
 
 
-def test_half_of_the_first_runs_have_changed_tests(repository, tmp_path):
+def test_half_of_the_first_runs_have_changed_tests(one):
     """So a submission that knows that it runs for the first time does not know what is asked."""
-    one = task(tmp_path, "unittest", repository[1])
-    one = with_versions(one, version(one, "(1, 2, 3)", "(1, 2, 4)", *one.tests.fail_to_pass))
     for retests in (1, 5):
         plans = [retest.plan(one, retests) for _ in range(400)]
         assert 140 < sum(bool(each.early) for each in plans) < 260
@@ -404,9 +405,7 @@ def test_tests_that_pass_anyway_are_changed_by_a_coin_of_their_own(repository, t
     assert min(counts.values()) > sum(counts.values()) / 6
 
 
-def test_honest_work_agrees_whatever_the_coins_and_silent_retests_repeat(repository, tmp_path):
-    one = task(tmp_path, "unittest", repository[1])
-    one = with_versions(one, version(one, "(1, 2, 3)", "(1, 2, 4)", *one.tests.fail_to_pass))
+def test_honest_work_agrees_whatever_the_coins_and_silent_retests_repeat(one):
     wanted = frozenset([*one.tests.fail_to_pass, *one.tests.pass_to_pass])
 
     def sit(task: Task) -> RetestResult:
@@ -455,10 +454,8 @@ if not book.exists():
 """
 
 
-def test_who_lies_in_the_first_retest_alone_is_not_paid(repository, tmp_path):
+def test_who_lies_in_the_first_retest_alone_is_not_paid(one, repository, tmp_path):
     """As a submission could by its clock. Here it has a file, and later test runs enough to be seen."""
-    one = task(tmp_path, "unittest", repository[1])
-    one = with_versions(one, version(one, "(1, 2, 3)", "(1, 2, 4)", *one.tests.fail_to_pass))
     text = CLOCK.replace("@BOOK@", str(tmp_path / "book")).format("def add(a, b): return a + b")
     text += "else:\n    def add(a, b): return a - b\n"
     submission = patch("calc/core.py", BROKEN, text + DOUBLE)
@@ -506,9 +503,7 @@ def test_every_changed_patch_fits_the_base_commit(repository, tmp_path):
 
 
 @pytest.mark.parametrize("deed", ["time.sleep(60)", "import os; os._exit(0)", "1 / 0"])
-def test_who_silences_every_later_retest_is_not_accused_and_not_paid(repository, sandboxes, tmp_path, deed):
-    one = task(tmp_path, "unittest", repository[1])
-    one = with_versions(one, version(one, "(1, 2, 3)", "(1, 2, 4)", *one.tests.fail_to_pass))
+def test_who_silences_every_later_retest_is_not_accused_and_not_paid(one, sandboxes, deed):
     one = msgspec.structs.replace(one, tests=msgspec.structs.replace(one.tests, timeout_s=4.0))
     grader = Swebench(second_sittings=1, unresolved_reward=-0.5)
     score = grader.grade(one, patch("calc/core.py", BROKEN, SLEEPS.format(deed)), sandboxes)
@@ -565,9 +560,7 @@ class FailingLater(Checkout, frozen=True, kw_only=True):
             yield sandbox
 
 
-def test_a_host_that_fails_in_the_retest_makes_no_verdict(repository, tmp_path):
-    one = task(tmp_path, "unittest", repository[1])
-    one = with_versions(one, version(one, "(1, 2, 3)", "(1, 2, 4)", *one.tests.fail_to_pass))
+def test_a_host_that_fails_in_the_retest_makes_no_verdict(one, repository):
     with pytest.raises(SandboxError, match="no more"):
         GRADER.grade(one, gold(), FailingLater(repository=str(repository[0]), opened=[]))
 
