@@ -3,27 +3,25 @@
 import hashlib
 from functools import partial
 
+from msgspec.structs import replace
+
 from hpc_swe.base import records
 from hpc_swe.base.metrics import Log
 from hpc_swe.base.records import (
     BatchManifest,
     CheckpointManifest,
-    Episode,
-    ExitStatus,
     Message,
+    Node,
     RolloutRequest,
     Sampling,
     Score,
     ScoredEpisode,
-    Timing,
     ToolCall,
-    Turn,
-    VersionSpan,
     WeightManifest,
     WeightVersion,
 )
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store import folders, weights
+from hpc_swe.base.store import atomic, folders, weights
 from hpc_swe.base.store.spool import Spool
 from hpc_swe.base.store.task_history import RunHistory
 from hpc_swe.config.settings import (
@@ -43,6 +41,7 @@ from hpc_swe.roles.coordinator.maintenance import Maintenance
 from hpc_swe.roles.coordinator.modes.evaluation import Evaluator
 from hpc_swe.roles.coordinator.modes.training import Training
 from tests.kit.constants import varied
+from tests.kit.made_episodes import episode, turn
 
 STEPS = 3
 NEVER_OLD = 99
@@ -111,34 +110,19 @@ def reward(name: str) -> float:
 def result(request: RolloutRequest, value: float | None = 0.0, version=NEVER_OLD) -> ScoredEpisode:
     """What the workers make of a request; None is an infrastructure failure."""
     ids = list(hashlib.sha256(request.name.encode()).digest()[: 3 + request.index])
-    stamp = WeightVersion(step=version)
-    turn = Turn(
-        parent=None,
-        appended_ids=records.ids([1, 2]),
-        completion_ids=records.ids(ids),
+    sampled = replace(
+        turn(None, [1, 2], ids, version),
         logprobs=records.floats([-i / 256 for i in ids]),
-        spans=[VersionSpan(start=0, end=len(ids), oldest=stamp, newest=stamp)],
         sampling=request.sampling,
-        engine="e",
-        finish_reason="stop",
-        delivered=True,
-        seconds=1.0,
         routing=bytes(range(1, 2 + len(ids))) if request.index else b"",
     )
-    episode = Episode(
-        request=request,
-        turns=[turn],
-        messages=[
-            Message(role="user", content="mend it"),
-            Message(role="assistant", content="d\u00f6ne", tool_calls=[CALL]),
-        ],
-        exit_status=ExitStatus.SUBMITTED,
-        submission="diff",
-        timing=Timing(total_s=3.0),
-        worker="w",
-    )
+    messages = [
+        Message(role="user", content="mend it"),
+        Message(role="assistant", content="d\u00f6ne", tool_calls=[CALL]),
+    ]
+    played = replace(episode([sampled]), request=request, messages=messages, submission="diff")
     outcome = "infra_error" if value is None else "resolved" if value else "unresolved"
-    return ScoredEpisode(episode=episode, score=Score(outcome=outcome, reward=value))
+    return ScoredEpisode(episode=played, score=Score(outcome=outcome, reward=value))
 
 
 def work(run, keep=lambda name: True, judge=reward, version=NEVER_OLD) -> list[str]:
@@ -153,6 +137,13 @@ def work(run, keep=lambda name: True, judge=reward, version=NEVER_OLD) -> list[s
         else:
             claim.give_back()
     return names
+
+
+def show(run, owner, beat=1, role="rollout", **shown) -> Node:
+    """Write the cell of a process."""
+    node = Node(owner=owner, role=role, beat=beat, host="h", pid=1, **shown)
+    atomic.put(run.node(owner), node, durable=False)
+    return node
 
 
 def learn(run, steps=STEPS) -> None:

@@ -38,6 +38,7 @@ from hpc_swe.config import config as configuration
 from hpc_swe.launch.create import encoded
 from hpc_swe.roles.coordinator import archive
 from tests.kit.checkout import ROOT
+from tests.kit.made_episodes import turn
 from tests.kit.toy_model import HERMES, make_model
 
 GROUP = 4
@@ -204,15 +205,8 @@ def _turn(number: int, appended: list[int], ids: list[int], draw: random.Random,
     older, newer = WeightVersion(step=max(0, step - 1)), WeightVersion(step=step)
     middle = len(ids) // 2 if number == 1 else 0
     spans = [VersionSpan(start=0, end=middle, oldest=older, newest=older)] if middle else []
-    return Turn(
-        parent=number - 1 if number else None,
-        appended_ids=records.ids(appended),
-        completion_ids=records.ids(ids),
+    return msgspec.structs.replace(
+        turn(number - 1 if number else None, appended, ids, step),
         logprobs=records.floats([-(draw.expovariate(2.0) ** 2) for _ in ids]),
         spans=[*spans, VersionSpan(start=middle, end=len(ids), oldest=newer, newest=newer)],
-        sampling=Sampling(),
-        engine="inference-1-00000000",
-        finish_reason="stop",
-        delivered=True,
-        seconds=0.4,
     )

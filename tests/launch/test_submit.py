@@ -12,8 +12,8 @@ import pytest
 from msgspec.structs import replace
 
 from hpc_swe.base.errors import SchedulerError, StorageError
-from hpc_swe.base.records import CheckpointManifest, RunManifest, WeightManifest, WeightVersion
-from hpc_swe.base.store import atomic, folders, skipped, submissions
+from hpc_swe.base.records import RunManifest, WeightVersion
+from hpc_swe.base.store import atomic, skipped, submissions
 from hpc_swe.base.store.submissions import ConfirmedSubmission, LatestSubmission, Rest, Started, Submitted
 from hpc_swe.cluster.executors.base import INTERPRETER, Job
 from hpc_swe.cluster.executors.slurm import parse_queue
@@ -23,6 +23,7 @@ from hpc_swe.launch import submit as run_submit
 from hpc_swe.launch.submit import Decision, decide, failures
 from hpc_swe.models.policies.megatron import Megatron
 from tests.kit.constants import varied
+from tests.kit.coordinator_kit import export, save
 from tests.kit.played import Config, Played
 
 
@@ -297,21 +298,13 @@ def test_a_run_that_finishes_while_the_queue_is_read_gets_no_job_more(run, confi
     assert config.executor.running == []
 
 
-def publish(run, weights=None, checkpoint=None):
-    if weights is not None:
-        version = WeightVersion(step=weights, incarnation=1)
-        made = WeightManifest(writer="l", files={}, version=version, tensors={})
-        folders.publish(run.weight(version), lambda _: made)
-    if checkpoint is not None:
-        saved = CheckpointManifest(writer="l", files={}, step=checkpoint, incarnation=1, tensor_parallel=1)
-        folders.publish(run.checkpoint(checkpoint, 1), lambda _: saved)
-
-
 @pytest.mark.parametrize(("checkpoint", "submitted"), [(None, 1), (3, 1), (5, 0)])
 def test_learner_lost_before_its_last_checkpoint_is_submitted_again(run, config, checkpoint, submitted):
     """The coordinator waits for that checkpoint, and a checkpoint that only has the name is none."""
     config.mode, config.counts = "sft", {"coordinator": 0}
-    publish(run, weights=5, checkpoint=checkpoint)
+    export(run, WeightVersion(step=5, incarnation=1))
+    if checkpoint:
+        save(run, checkpoint, 1)
     run.checkpoint(5, 1).mkdir(exist_ok=True)
     config.policy, config.learner = Megatron(), LearnerConfig()
     assert sum(run_submit.tick(run, config).submit.values()) == submitted

@@ -12,7 +12,6 @@ from hpc_swe.base.records import (
     Batch,
     BatchManifest,
     Episode,
-    Node,
     RolloutRequest,
     ScoredEpisode,
     WeightVersion,
@@ -39,6 +38,7 @@ from tests.kit.coordinator_kit import (
     reward,
     rundir,
     save,
+    show,
     training,
     work,
 )
@@ -154,16 +154,7 @@ def test_what_a_batch_holds_does_not_depend_on_who_is_quick(tmp_path):
 def show_worker(run, beat, **worked_s) -> None:
     """A rollout worker's lease, by member: _1_01 = 5.0 is group 1, index 1."""
     claims = [f"train-{int(group):06d}-{index}" for _, group, index in (k.split("_") for k in worked_s)]
-    node = Node(
-        owner="rollout-1-0000beef",
-        role="rollout",
-        beat=beat,
-        host="h",
-        pid=1,
-        claims=claims,
-        worked_s=list(worked_s.values()),
-    )
-    atomic.put(run.node(node.owner), node)
+    show(run, "rollout-1-0000beef", beat, claims=claims, worked_s=list(worked_s.values()))
 
 
 def claim_for(run, owner, name) -> None:

@@ -8,7 +8,6 @@ import pytest
 from hpc_swe.base.records import (
     CoordinatorState,
     EndpointTable,
-    Node,
     RolloutRequest,
     StatusReport,
     WeightVersion,
@@ -29,6 +28,7 @@ from tests.kit.coordinator_kit import (
     make_maintenance,
     requests_of,
     save,
+    show,
     training,
 )
 from tests.kit.crash import in_child, refuse
@@ -39,12 +39,6 @@ PROGRESS = Progress("the learner", 3, {"reward/mean": [0.5]}, ["train-000001-00 
 @pytest.fixture
 def clock():
     return Clock()
-
-
-def show(run, owner, beat=1, role="rollout", **shown):
-    node = Node(owner=owner, role=role, beat=beat, host="h", pid=1, **shown)
-    atomic.put(run.node(owner), node, durable=False)
-    return node
 
 
 def closed(mode):

@@ -16,7 +16,6 @@ from hpc_swe.base.metrics import Log
 from hpc_swe.base.records import (
     EndpointTable,
     Message,
-    Node,
     Role,
     RolloutRequest,
     Sampling,
@@ -48,6 +47,7 @@ from tests.kit.coordinator_kit import (
     published,
     result,
     rundir,
+    show,
     training,
     work,
 )
@@ -179,16 +179,13 @@ def test_the_last_evaluation_is_made_though_the_learner_ended_in_another(run):
 
 def test_no_round_begins_while_engines_have_later_weights(run):
     """A learner repeats steps meanwhile, and the results would stand under the name of earlier weights."""
-    engine = Node(
-        owner="inference-a", role="inference", beat=1, host="h", pid=1, state="ready", url="http://a"
-    )
     three = WeightVersion(step=3)
     one, again = WeightVersion(incarnation=1, step=1), WeightVersion(incarnation=1, step=3)
     mode, maintenance = training(run, every=1, eval_tasks=("x",)), make_maintenance(run)
     asked = []
     for newest, serves in ((one, three), (again, again)):
         export(run, newest)
-        atomic.put(run.node(engine.owner), msgspec.structs.replace(engine, versions=[serves]))
+        show(run, "inference-a", role="inference", state="ready", url="http://a", versions=[serves])
         mode.iterate(maintenance.snapshot())
         asked.append([a.identity for a in Spool(run.requests, RolloutRequest).addresses("ready")])
     assert [sum(name.startswith("eval") for name in names) for names in asked] == [0, 4]
@@ -202,10 +199,7 @@ def test_evaluation_does_not_change_what_is_trained(tmp_path):
 
 
 def test_beside_training_evaluation_holds_a_quarter_of_the_slots(run):
-    atomic.put(
-        run.node("rollout-1-00000001"),
-        Node(owner="rollout-1-00000001", role="rollout", beat=1, host="h", pid=1, slots=32),
-    )
+    show(run, "rollout-1-00000001", slots=32)
     training(run, every=1, eval_tasks=tuple("abcdefgh")).iterate(make_maintenance(run).snapshot())
     asked = [a.identity for a in Spool(run.requests, RolloutRequest).addresses("ready")]
     assert sum(name.startswith("eval") for name in asked) == 8
@@ -315,24 +309,16 @@ def test_a_coordinator_obeys_orders_before_it_does_anything(run, order):
 
 def test_after_a_drain_engines_are_listed_until_rollout_workers_end(run):
     """Their episodes wait for engines that are not far behind the newest weights."""
-    worker = Node(owner="rollout-1-00000001", role="rollout", beat=1, host="h", pid=1, state="draining")
-    engine = msgspec.structs.replace(
-        worker,
-        owner="inference-1-00000001",
-        role="inference",
-        state="ready",
-        url="http://h",
-        versions=[WeightVersion()],
-    )
-    atomic.put(run.node(worker.owner), worker)
-    atomic.put(run.node(engine.owner), engine)
+    worker = show(run, "rollout-1-00000001", state="draining")
+    serves = {"role": "inference", "state": "ready", "url": "http://h"}
+    show(run, "inference-1-00000001", versions=[WeightVersion()], **serves)
     run.drain.touch()
     kept = make_maintenance(run, time.monotonic, beats=1000)
     thread = threading.Thread(target=Coordinator(run, kept, None, POLL_S, {"learner": 1}, None).work)
     thread.start()
     until(lambda: _listed(run) == [WeightVersion()])
     later = WeightVersion(incarnation=1, step=1)
-    atomic.put(run.node(engine.owner), msgspec.structs.replace(engine, beat=2, versions=[later]))
+    show(run, "inference-1-00000001", beat=2, versions=[later], **serves)
     until(lambda: _listed(run) == [later])
     assert thread.is_alive()
     run.node(worker.owner).unlink()
@@ -378,8 +364,7 @@ def test_nothing_moving_among_the_living_is_an_error_that_says_for_what(run, stu
     made.iterate()
     clock.now += 200.0
     assert made.iterate() is False  # nobody lives: only time can tell
-    node = Node(owner="rollout-1-00000001", role="rollout", beat=1, host="h", pid=1)
-    atomic.put(run.node(node.owner), node)
+    show(run, "rollout-1-00000001")
     clock.now += 0.6 * WAIT_S + stuck_s
     assert made.iterate() is False
     clock.now += 0.6 * WAIT_S
@@ -396,9 +381,8 @@ def test_a_learner_that_waits_in_the_queue_for_hours_is_awaited(run, exported, s
     """Others are alive, but have nothing to do."""
     clock = Clock()
     made = coordinator(run, lambda: training(run), clock, **counts)
-    node = Node(owner="rollout-1-00000001", role="rollout", beat=0, host="h", pid=1)
     for beat in range(20):
-        atomic.put(run.node(node.owner), msgspec.structs.replace(node, beat=beat))
+        show(run, "rollout-1-00000001", beat)
         clock.now += 50.0
         assert made.iterate() is False
         work(run)

@@ -1,25 +1,18 @@
 """Which checkpoint a learner resumes from."""
 
-from pathlib import Path
-
 import pytest
 
 from hpc_swe.base.errors import NodeError
-from hpc_swe.base.records import CheckpointManifest, Manifest, WeightManifest, WeightVersion
-from hpc_swe.base.store import folders, skipped
+from hpc_swe.base.records import WeightVersion
+from hpc_swe.base.store import skipped
 from hpc_swe.roles.learner.publish import _checkpoints
-
-
-def published(folder: Path, manifest: Manifest) -> None:
-    folders.publish(folder, lambda _: manifest)
+from tests.kit.coordinator_kit import export, save
 
 
 def test_a_checkpoint_that_may_not_be_finite_is_taken_last(run):
     for step in (2, 4):
-        made = CheckpointManifest(writer="w", files={}, step=step, incarnation=1, tensor_parallel=1)
-        published(run.checkpoint(step, 1), made)
-    version = WeightVersion(incarnation=1, step=3)
-    published(run.weight(version), WeightManifest(writer="w", files={}, version=version, tensors={}))
+        save(run, step, 1)
+    export(run, WeightVersion(incarnation=1, step=3))
     run.batch(2).mkdir()
 
     def steps() -> list[int]:
@@ -32,15 +25,13 @@ def test_a_checkpoint_that_may_not_be_finite_is_taken_last(run):
     run.batch(2).rmdir()
     assert steps() == [4, 2], "the learner would wait for the batch that is gone"
     run.batch(2).mkdir()
-    version = WeightVersion(incarnation=2, step=6)  # the steps were repeated, and all was well
-    published(run.weight(version), WeightManifest(writer="w", files={}, version=version, tensors={}))
+    export(run, WeightVersion(incarnation=2, step=6))  # the steps were repeated, and all was well
     assert steps() == [4, 2]
 
 
 def test_what_the_last_learner_saved_comes_before_later_steps_of_another(run):
     """A learner that had to go back trains other batches than the one before it, whose steps went further."""
     for step, incarnation in ((4, 1), (2, 2), (3, 2)):
-        made = CheckpointManifest(writer="w", files={}, step=step, incarnation=incarnation, tensor_parallel=1)
-        published(run.checkpoint(step, incarnation), made)
+        save(run, step, incarnation)
     found = [(manifest.incarnation, manifest.step) for _, manifest in _checkpoints(run)]
     assert found == [(2, 3), (2, 2), (1, 4)]
