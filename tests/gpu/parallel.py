@@ -86,7 +86,6 @@ LAYOUTS = {
     "one": Layout(1),
     "elementwise": Layout(1, {"recompute": "elementwise"}),
     "products": Layout(1, {"recompute": "products"}),
-    "selective": Layout(1, {"recompute": "selective"}),
     "full": Layout(1, {"recompute": "full"}),
     "TP=2": Layout(2, TP),
     "DP=2": Layout(2, {}, HALVES),

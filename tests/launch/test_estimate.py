@@ -116,7 +116,6 @@ def test_count_is_that_of_models_that_are_built(tmp_path):
         ("4B", 65536, {"recompute": "products"}, 103.99),
         ("8 layers of 8B", 32768, {"recompute": "none"}, 86.50),
         ("8 layers of 8B", 32768, {"recompute": "elementwise"}, 71.50),
-        ("8 layers of 8B", 32768, {"recompute": "selective"}, 67.07),
         ("8 layers of 8B", 32768, {"recompute": "products"}, 55.60),
         ("8 layers of 8B", 32768, {"recompute": "full"}, 55.07),
         ("4 layers of 30B-A3B", 16384, {"recompute": "none"}, 64.45),

@@ -28,7 +28,7 @@ from hpc_swe.view.benchmarks.ranks import run_ranks
 from hpc_swe.view.benchmarks.records import PARTS, Measured, Plan
 from hpc_swe.view.benchmarks.workload import Workload, parse_lengths
 
-LEVELS = ("none", "elementwise", "products", "selective", "full")
+LEVELS = ("none", "elementwise", "products", "full")
 HOSTED = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 
 

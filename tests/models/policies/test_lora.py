@@ -33,13 +33,13 @@ TENSOR = LORA | {"tensor_parallel": 2}
 OPTIMIZER = {"lr": 1e-3, "weight_decay": 0.0, "clip_grad": 0}
 # name -> (ranks, model, policy, packing)
 CASES = {
-    "tp1": (1, "dense", LORA | {"recompute": "selective"}, ONE),
+    "tp1": (1, "dense", LORA | {"recompute": "elementwise"}, ONE),
     "tp1-attention": (1, "qwen2", LORA | {"lora_layers": "attention"}, ONE),
     "hybrid-tp1": (1, "tied-hybrid", LORA, ONE),
     "tp2": (2, "dense", TENSOR | {"recompute": "elementwise"}, ONE),
     "tp2-sequence": (2, "qwen2", TENSOR | {"recompute": "products"}, [[[0, 1, 3], [2]]]),
     "phi-tp2": (2, "phi", TENSOR | {"lora_layers": "attention"}, ONE),
-    "hybrid-tp2": (2, "hybrid", TENSOR | {"recompute": "selective"}, [[[0, 1, 3], [2]]]),
+    "hybrid-tp2": (2, "hybrid", TENSOR | {"recompute": "full"}, [[[0, 1, 3], [2]]]),
     "tp2-full": (2, "tied", TENSOR | {"recompute": "full"}, ONE),
     "dp2": (2, "dense", LORA, HALVES),
     "cp2-mlp": (2, "dense", LORA | {"context_parallel": 2, "lora_layers": "mlp"}, ONE),

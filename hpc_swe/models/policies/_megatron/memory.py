@@ -29,8 +29,8 @@ EVEN_ROUTING = (
     "expert_parallel: the peak is that of even routing; a GPU whose experts get more tokens than others' "
     "takes more"
 )
-LEVELS = ("none", "elementwise", "selective", "products", "full")
-"""Values of recompute between which "auto" chooses."""
+LEVELS = ("none", "elementwise", "products", "full")
+"""Values of recompute between which "auto" chooses, the one that takes least time first."""
 CROWDED = 1.25
 """Tokens of a GPU's own experts, in a step whose routing is uneven, for each one that it has on average."""
 SPARE = 0.15
@@ -76,9 +76,10 @@ def learner_memory(
     if (base := _last_version(shape, policy, data_parallel, kept, "gpu")).bytes:
         held.append(base)
     saved = tokens * size * shape.layers * _saved(shape, policy, policy.recompute)
-    saved += tokens * size * (6 if policy.tensor_parallel > 1 else 4) * shape.hidden  # 2 h: exchange.py
+    exchanged = 2 if policy.tensor_parallel > 1 else 0  # gathered rows, and sums before they are scattered
+    saved += tokens * size * (4 + exchanged) * shape.hidden
     saved += whole * shape.layers * shape.experts_per_token  # choices of the engine, on every rank
-    if policy.recompute not in ("selective", "full"):  # which make the routes again in backward
+    if policy.recompute != "full":  # which makes the routes again in backward
         saved += tokens * shape.layers * _route_bytes(shape, policy)
     layer = tokens * size * _backward(shape, policy)
     moment = max((_output(shape, policy, tokens), "the output layer"), (layer, "a layer's backward"))
@@ -205,26 +206,7 @@ def recompute_choices(
         chosen = replace(policy, recompute=level)
         return (1 + SPARE) * peak_bytes(crowded, chosen, data_parallel, needs) + GIB
 
-    by_time = sorted(LEVELS, key=lambda level: _computed_again(shape, level, needs.tokens))
-    return {level: needed(level) for level in by_time}
-
-
-def _computed_again(shape: ModelShape, level: str, tokens: int) -> float:
-    """Return the FLOPs that backward of a token and layer repeats; of elementwise results 1, to rank it.
-
-    The pack is one sequence, whose attention is causal; experts have f as their inner width.
-    """
-    width, (heads, groups) = shape.hidden, _widths(shape)
-    attention = 2.0 * tokens * heads
-    around = 2.0 * width * (2 * heads + 2 * groups)
-    inner = 2.0 * width * shape.ffn * max(1, shape.experts_per_token)
-    return {
-        "none": 0.0,
-        "elementwise": 1.0,
-        "selective": attention + 3 * inner,
-        "products": around + 2 * inner,
-        "full": attention + around + 3 * inner,
-    }[level]
+    return {level: needed(level) for level in LEVELS}
 
 
 def reference_memory(shape: ModelShape, policy: MegatronSettings) -> float:
@@ -261,7 +243,7 @@ def _saved(shape: ModelShape, policy: MegatronSettings, recompute: str) -> float
     tp); attention's q, k, v as one, q, k and v rotated, its output twice, 4 H + 4 G; the
     MLP's 3 f, or with experts the routed tokens and four inner widths, k (h + 4 f), and of a shared one 3 f
     and its output. Of these, elementwise keeps the results of matrix products and of attention; products
-    the layer's input and attention's output; selective all but the MLP's; full the layer's input. With
+    the layer's input and attention's output; full the layer's input. With
     context parallelism, elementwise and products keep what ranks exchanged, too, 2 H + 2 G.
     """
     tp = policy.tensor_parallel
@@ -279,7 +261,6 @@ def _saved(shape: ModelShape, policy: MegatronSettings, recompute: str) -> float
         "none": 4 * residual + whole + gated,
         "elementwise": 2 * residual + products + gated,
         "products": residual + gated,
-        "selective": 4 * residual,
         "full": residual,
     }
     return mixer + around[recompute]
@@ -299,7 +280,6 @@ def _saved_of_mixer(shape: ModelShape, policy: MegatronSettings, recompute: str)
         "none": 4 * heads + 4 * groups + 2 * gates,
         "elementwise": 2 * heads + 2 * groups + exchanged + 3 * gates,
         "products": heads + exchanged + 2 * gates,
-        "selective": 3 * heads + 4 * groups + 3 * gates,
         "full": 0,
     }[recompute] * shape.attention_layers
     if delta := shape.delta:
@@ -309,7 +289,6 @@ def _saved_of_mixer(shape: ModelShape, policy: MegatronSettings, recompute: str)
             "none": projected + inside + delta.values,
             "elementwise": projected + inside,
             "products": inside + delta.values,
-            "selective": projected + delta.values,
             "full": 0,
         }[recompute] * len(delta.layers)
     return numbers / shape.layers / policy.tensor_parallel
@@ -349,7 +328,7 @@ def _backward(shape: ModelShape, policy: MegatronSettings) -> float:
     v, their gradients, the same in float32, and the gradient of its output: 5 H + 8 G, without the MLP's.
     """
     heads, groups = (width / policy.tensor_parallel for width in _widths(shape))
-    late = 2 * shape.hidden if policy.tensor_parallel > 1 else 0  # overlap.py holds gathered rows for longer
+    late = 2 * shape.hidden if policy.tensor_parallel > 1 else 0  # gathered rows and their gradients
     return late + max(_backward_of_mlp(shape, policy), 5 * heads + 8 * groups + shape.hidden)
 
 

@@ -36,12 +36,12 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
     """Share of the optimizer's state, of 12 bytes for each bfloat16 parameter, that is kept in pinned host
     memory. Each step passes it through the GPU, in both directions of the bus at once, which takes about two
     seconds for 100 GB. The results are the same, bit for bit."""
-    recompute: Literal["none", "elementwise", "products", "selective", "full", "auto"] = "auto"
+    recompute: Literal["none", "elementwise", "products", "full", "auto"] = "auto"
     """What backward recomputes. none: nothing. elementwise: norms, rotary positions and SwiGLU, which costs
-    hardly any time, and no matrix product. selective: the core of attention and the MLPs. products: all but
-    the core of attention and the layers' inputs. full: all but the layers' inputs. auto: the learner chooses
-    the fastest of these that fits, by its estimate for `batches.microbatch_tokens` and the free memory of its
-    GPUs when it starts, and logs it; on a CPU none. `launch start --dry-run` says what it will choose."""
+    hardly any time, and no matrix product. products: all but the core of attention and the layers' inputs.
+    full: all but the layers' inputs. auto: the learner chooses the fastest of these that fits, by its
+    estimate for `batches.microbatch_tokens` and the free memory of its GPUs when it starts, and logs it; on a
+    CPU none. `launch start --dry-run` says what it will choose."""
     logprob_chunk: ClassVar[int] = 2048  # tokens whose logits exist at one time
     deterministic: bool = False
     """Repeat a step bit for bit on the same GPUs and in the same layout. It takes kernels that add in a fixed

@@ -146,9 +146,9 @@ class _Stream:
 _STREAM = _Stream()
 
 
-def new_stream(priority: int = 0) -> Any:
+def new_stream() -> Any:
     """Return a stream of the device; a CPU has one order for all."""
-    return torch.cuda.Stream(priority=priority) if torch.cuda.is_available() else _STREAM
+    return torch.cuda.Stream() if torch.cuda.is_available() else _STREAM
 
 
 def on_stream(stream: Any) -> contextlib.AbstractContextManager[object]:

@@ -4,12 +4,10 @@ A block is one long sequence, or several short ones that one kernel takes togeth
 """
 
 from collections.abc import Iterable
-from functools import partial
 from inspect import signature
 
 import torch
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -38,11 +36,7 @@ class SequenceAttention(SelfAttention):  # type: ignore[misc]
         return self._attended(packing, cheap, *cheap(heads, costly(self._mixed, hidden)))
 
     def _attended(self, packing: Packing, cheap: Call, *parts: Tensor) -> Tensor:
-        core = partial(self.core_attention, packed_seq_params=packing, call=cheap)
-        if self.checkpoint_core_attention:
-            context = tensor_parallel.checkpoint(core, False, *parts)
-        else:
-            context = core(*parts)
+        context: Tensor = self.core_attention(*parts, packed_seq_params=packing, call=cheap)
         return context.unsqueeze(1)
 
     def _mixed(self, hidden: Tensor) -> Tensor:

@@ -11,15 +11,18 @@ import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor, nn
 
 from hpc_swe.models.policies._megatron.kernels.delta_rule import Borders, convolved, delta_rule
 from hpc_swe.models.policies._megatron.kernels.kernels import gated_norm
-from hpc_swe.models.policies._megatron.kernels.overlap import GatheredLinear, ScatteredLinear
-from hpc_swe.models.policies._megatron.kernels.recompute import Call, keep
+from hpc_swe.models.policies._megatron.kernels.recompute import Call
 from hpc_swe.models.policies._megatron.model.layer import DecoderConfig
 from hpc_swe.models.policies._megatron.model.packing import Packing
 
@@ -40,7 +43,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
         self._shared = self._sizes.value_heads // self._sizes.key_heads
         values = self._groups * self._shared
         linear = {"config": config, "is_expert": False, "bias": False, "tp_group": self.tp_group}
-        self.linear_in = GatheredLinear(
+        self.linear_in = ColumnParallelLinear(
             config.hidden_size,
             self._sizes.mixed + self._sizes.values + 2 * self._sizes.value_heads,
             init_method=config.init_method,
@@ -48,7 +51,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
             skip_bias_add=False,
             **linear,
         )
-        self.linear_proj = ScatteredLinear(
+        self.linear_proj = RowParallelLinear(
             self._sizes.values,
             config.hidden_size,
             init_method=config.output_layer_init_method,
@@ -63,19 +66,10 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
         self.norm = nn.Parameter(new(self._sizes.value_dim))
         for name in DIVIDED:
             set_tensor_model_parallel_attributes(getattr(self, name), True, 0, 1)
-        self._computes_core_again = "core_attn" in (config.recompute_modules or ()) and (
-            config.recompute_granularity == "selective"
-        )
 
     def context(self, hidden: Tensor, packing: Packing, cheap: Call, costly: Call) -> Tensor:
         """Return what the output projection takes, [tokens, 1, value heads * d], for normed states."""
-        mixed = costly(self._mixed, hidden)
-        if self._computes_core_again:
-            again = partial(self._computed, packing.borders, keep)
-            found: Tensor = tensor_parallel.checkpoint(again, False, mixed)
-        else:
-            found = self._computed(packing.borders, cheap, mixed)
-        return found
+        return self._computed(packing.borders, cheap, costly(self._mixed, hidden))
 
     def sharded_state_dict(
         self,

@@ -1,15 +1,14 @@
 """Compute a mixture of experts on torch alone; Megatron's own experts need packages built for CUDA."""
 
 from collections import defaultdict
-from functools import partial
 from statistics import fmean
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -25,7 +24,6 @@ from hpc_swe.models.policies._megatron.kernels.dispatch import (
     TokenExchange,
 )
 from hpc_swe.models.policies._megatron.kernels.kernels import swiglu, weighted
-from hpc_swe.models.policies._megatron.kernels.overlap import GatheredLinear, ScatteredLinear
 from hpc_swe.models.policies._megatron.kernels.recompute import Call, keep
 from hpc_swe.models.policies._megatron.model.layer import DecoderConfig
 from hpc_swe.models.policies._megatron.model.parallel import TorchRanks
@@ -49,8 +47,7 @@ class ExpertLayer(MoELayer):  # type: ignore[misc]
         self.shared = SharedExpert(config, groups) if config.shared_ffn else None
         self._group, first = groups.tp_ep, self.local_expert_indices[0]
         self._mine = range(first, first + self.num_local_experts)
-        self._recomputes = config.recompute_granularity == "selective"
-        self.replay = Replay(recomputes=self._recomputes)
+        self.replay = Replay()
         self.rows = 0
         """How many rows this rank's experts computed since `ExpertLoad.begin`."""
 
@@ -59,12 +56,6 @@ class ExpertLayer(MoELayer):  # type: ignore[misc]
 
         No rank that shares experts with this one has more than `longest` tokens.
         """
-        if self._recomputes:
-            found: Tensor = tensor_parallel.checkpoint(partial(self._compute, longest), False, tokens)
-            return found
-        return self._compute(longest, tokens, cheap, costly)
-
-    def _compute(self, longest: int, tokens: Tensor, cheap: Call = keep, costly: Call = keep) -> Tensor:
         flat = tokens.flatten(0, -2)
         chosen, weights = self._choose(flat)
         route = Route(chosen, self._mine, TokenExchange(self._group, longest), self.config.num_moe_experts)
@@ -95,7 +86,7 @@ class SharedExpert(MegatronModule):  # type: ignore[misc]
         super().__init__(config=config)
         linear = {"config": config, "is_expert": False, "bias": False, "tp_group": groups.tp}
         width, inner = config.hidden_size, config.shared_ffn
-        self.linear_fc1 = GatheredLinear(
+        self.linear_fc1 = ColumnParallelLinear(
             width,
             2 * inner,
             init_method=config.init_method,
@@ -103,7 +94,7 @@ class SharedExpert(MegatronModule):  # type: ignore[misc]
             skip_bias_add=False,
             **linear,
         )
-        self.linear_fc2 = ScatteredLinear(
+        self.linear_fc2 = RowParallelLinear(
             inner,
             width,
             init_method=config.output_layer_init_method,

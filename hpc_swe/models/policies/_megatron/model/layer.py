@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
@@ -59,14 +58,8 @@ class Layer(TransformerLayer):  # type: ignore[misc]
 
     def _mlp(self, normed: Tensor, longest: int, cheap: Call, costly: Call) -> Tensor:
         if self.is_moe_layer:
-            output = self.mlp(normed, longest or len(normed), cheap, costly)
-        elif self.recompute_mlp:
-            output = tensor_parallel.checkpoint(self._dense, False, normed)
-        else:
-            output = self._dense(normed, cheap, costly)
-        return output
-
-    def _dense(self, normed: Tensor, cheap: Call = keep, costly: Call = keep) -> Tensor:
+            output: Tensor = self.mlp(normed, longest or len(normed), cheap, costly)
+            return output
         product = cheap(swiglu, costly(self._gate_up, normed))
         output, _ = self.mlp.linear_fc2(product)
         return output

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from hpc_swe.models.families import Multipliers
 from hpc_swe.models.model_shape import ModelShape
-from hpc_swe.models.policies._megatron.kernels import compat, overlap
+from hpc_swe.models.policies._megatron.kernels import compat
 from hpc_swe.models.policies._megatron.kernels.kernels import RMSNorm, ShiftedNorm
-from hpc_swe.models.policies._megatron.kernels.overlap import GatheredLinear, ScatteredLinear
 from hpc_swe.models.policies._megatron.model import routing
 from hpc_swe.models.policies._megatron.model.attention import Attention, GatedAttention, SequenceAttention
 from hpc_swe.models.policies._megatron.model.context import ContextAttention, join_trained
@@ -30,9 +29,6 @@ from hpc_swe.models.policies._megatron.model.logprobs import linear_logprobs
 from hpc_swe.models.policies._megatron.model.packing import Packing
 from hpc_swe.models.policies._megatron.model.parallel import DTYPES
 from hpc_swe.models.policies._megatron.settings import MegatronSettings
-
-RECOMPUTED = {"none": "", "elementwise": "elementwise", "products": "products"}
-"""`recompute` by what `Layer` computes again; the other kinds are Megatron's."""
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
@@ -88,8 +84,6 @@ def build_model(shape: ModelShape, settings: MegatronSettings) -> PolicyModel:
     compat.mark_shards(model)
     if shape.experts:
         routing.install(model)
-    if settings.tensor_parallel > 1 and torch.cuda.is_available():
-        overlap.install(model, parallel_state.get_tensor_model_parallel_group())
     return model.cuda() if torch.cuda.is_available() else model
 
 
@@ -134,7 +128,7 @@ def _transformer_config(shape: ModelShape, settings: MegatronSettings) -> Decode
         perform_initialization=False,
         deterministic_mode=settings.deterministic,
         gradient_accumulation_fusion=torch.cuda.is_available(),
-        **_recompute(settings.recompute, bool(shape.experts)),
+        **_recompute(settings.recompute),
         **(_expert_settings(shape) if shape.experts else {}),
     )
 
@@ -150,13 +144,10 @@ def _expert_settings(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _recompute(kind: str, experts: bool) -> dict[str, Any]:
-    if kind in RECOMPUTED:
-        return {"recomputed": RECOMPUTED[kind]}
-    if kind == "full":
+def _recompute(kind: str) -> dict[str, Any]:
+    if kind == "full":  # Megatron's
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    modules = ["core_attn", "moe" if experts else "mlp"]
-    return {"recompute_granularity": "selective", "recompute_modules": modules}
+    return {"recomputed": "" if kind == "none" else kind}
 
 
 def _norm(config: DecoderConfig) -> type[RMSNorm]:
@@ -172,8 +163,6 @@ def _layer(config: DecoderConfig) -> ModuleSpec:
     parts, spec.module = spec.submodules, Layer
     parts.self_attention.module = GatedAttention if config.delta else SequenceAttention
     parts.input_layernorm = parts.pre_mlp_layernorm = _norm(config)
-    parts.self_attention.submodules.linear_qkv = GatheredLinear
-    parts.self_attention.submodules.linear_proj = ScatteredLinear
     parts.self_attention.submodules.core_attention = (
         ContextAttention if config.context_parallel_size > 1 else Attention
     )
@@ -183,8 +172,5 @@ def _layer(config: DecoderConfig) -> ModuleSpec:
     if config.num_moe_experts:
         parts.mlp.module = ExpertLayer
         parts.mlp.submodules.experts = ModuleSpec(module=Experts)
-    else:
-        parts.mlp.submodules.linear_fc1 = GatheredLinear
-        parts.mlp.submodules.linear_fc2 = ScatteredLinear
     parts.sharded_state_dict_keys_map = {}  # checkpoints use the parameters' own names
     return spec

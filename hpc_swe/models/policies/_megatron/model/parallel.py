@@ -9,7 +9,7 @@ from megatron.core import parallel_state, tensor_parallel
 from hpc_swe.base.errors import ConfigError, NodeError
 from hpc_swe.cluster import gpus
 from hpc_swe.models import builds
-from hpc_swe.models.policies._megatron.kernels import compat, exchange
+from hpc_swe.models.policies._megatron.kernels import compat
 from hpc_swe.models.policies._megatron.kernels.meeting import JoinedRanks
 from hpc_swe.models.policies._megatron.settings import MegatronSettings
 
@@ -68,7 +68,6 @@ class TorchRanks(JoinedRanks):
         return self.broadcast(value, self._first_of_last_stage)
 
     def close(self) -> None:
-        exchange.disconnect()
         parallel_state.destroy_model_parallel()
         super().close()
 

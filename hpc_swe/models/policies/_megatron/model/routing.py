@@ -5,8 +5,6 @@ this, rounding alone makes the router of the learner choose other experts than t
 tokens, and pi / mu compares two different networks.
 """
 
-from collections import deque
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -23,28 +21,16 @@ class Replay:
     Megatron's own RouterReplay has one list for all models of a process, and cannot leave single tokens free.
     """
 
-    def __init__(self, *, recomputes: bool) -> None:
-        """Serve a layer whose backward `recomputes` the router and its experts alone, or does not."""
-        self._recomputes = recomputes
-        self._experts: Tensor | None = None
-        self._awaited: deque[Tensor | None] = deque()
-        """Of the microbatches whose backward is still to come, which may be several in a pipeline."""
-
-    def set(self, experts: Tensor | None) -> None:
-        """Take the experts of the next microbatch, uint8 [tokens, k]; None leaves all to the router."""
-        self._experts = experts
-        if self._recomputes and torch.is_grad_enabled():
-            self._awaited.append(experts)
+    def __init__(self) -> None:
+        self.experts: Tensor | None = None
+        """Of the next microbatch, uint8 [tokens, k]; None leaves all to the router."""
 
     def choose(self, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return scores and indices [tokens, k] of the chosen experts, for `scores` [tokens, experts]."""
         values, own = scores.topk(k)
-        # Only what is computed a second time has gradients here: the first time, Megatron turns them off.
-        is_second = self._recomputes and torch.is_grad_enabled()
-        experts = self._awaited.popleft() if is_second else self._experts
-        if experts is None:
+        if self.experts is None:
             return values, own
-        chosen = torch.where(experts == FREE, own, experts.long())
+        chosen = torch.where(self.experts == FREE, own, self.experts.long())
         return scores.gather(1, chosen), chosen
 
 
@@ -76,4 +62,4 @@ def _take_experts(layer: torch.nn.Module, _: object, given: dict[str, Packing]) 
     experts, ranks = given["packed_seq_params"].experts, layer.mlp.attn_tp_group
     if experts is not None:
         experts = experts[:, layer.layer_number - 1].chunk(ranks.size())[ranks.rank()]
-    layer.mlp.replay.set(experts)
+    layer.mlp.replay.experts = experts

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from hpc_swe.base.errors import NodeError
 from hpc_swe.models.costs import GIB
-from hpc_swe.models.policies._megatron.kernels import exchange, pinned
+from hpc_swe.models.policies._megatron.kernels import pinned
 from hpc_swe.models.policies._megatron.model.parallel import TorchRanks
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class Offload:
             host.copy_(_bytes(storage), non_blocking=True)
             self._emptied.append(_Emptied(storage, storage.nbytes(), host))
         self._emptied += [_Emptied(each, each.nbytes(), None) for each in gradients.values()]
-        exchange.release()
+        parallel_state.get_global_memory_buffer().buffer.clear()  # Megatron's, of gathered rows
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         for each in self._emptied:
