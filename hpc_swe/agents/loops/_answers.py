@@ -1,4 +1,4 @@
-"""Read repairs out of a reply: fenced blocks that hold a file, some of its functions, or edits.
+"""Read repairs out of a reply: fenced blocks that hold a file, or some of its functions.
 
 A reply is text of the policy. Whatever it holds takes time in proportion to its length, and ends at worst in
 a `BadAnswer`, whose words the policy reads.
@@ -13,9 +13,8 @@ from typing import Literal
 
 from hpc_swe.base.syntax import parse, split_lines
 
-Form = Literal["file", "function", "edits"]
+Form = Literal["file", "function"]
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
-_SEARCH, _MIDDLE, _REPLACE = "<<<<<<< SEARCH", "=======", ">>>>>>> REPLACE"
 _MOST_NAMES = 100
 """Characters of the names that a message repeats."""
 
@@ -47,12 +46,11 @@ def changes(reply: str, files: Mapping[str, str], form: Form) -> dict[str, str]:
     named = [block for block in found if block.path]
     changed = dict(files)
     # A block before the last one often shows the fault, or a step of the way.
-    for block in named or (found if form == "edits" else found[-1:]):
+    for block in named or found[-1:]:
         if form == "function":
             _put_functions(changed, block)
         else:
-            path = block.path or _only(files)
-            changed[path] = block.text if form == "file" else _edited(changed[path], path, block.text)
+            changed[block.path or _only(files)] = block.text
     return {path: text for path, text in changed.items() if text != files[path]}
 
 
@@ -79,37 +77,6 @@ def _only(files: Mapping[str, str]) -> str:
     if len(files) > 1:
         raise BadAnswer(f"Name the file on the line above the block; the files are {', '.join(files)}.")
     return next(iter(files))
-
-
-def _edited(text: str, path: str, block: str) -> str:
-    for old, new in _edits(block):
-        count = text.count(old) if old else 0
-        if count != 1:
-            raise BadAnswer(f"The lines to search for occur {count} times in {path}; they must occur once.")
-        text = text.replace(old, new)
-    return text
-
-
-def _edits(block: str) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
-    parts: list[list[str]] = []
-    for line in block.splitlines(keepends=True):
-        match line.rstrip(), len(parts):
-            case (str(mark), 0) if mark == _SEARCH:
-                parts = [[]]
-            case (str(mark), 1) if mark == _MIDDLE:
-                parts.append([])
-            case (str(mark), 2) if mark == _REPLACE:
-                found.append(("".join(parts[0]), "".join(parts[1])))
-                parts = []
-            case (_, 1 | 2):
-                parts[-1].append(line)
-    if parts or not found:
-        raise BadAnswer(
-            f"An edit is a line {_SEARCH}, some present lines, a line {_MIDDLE}, the new lines, and a line "
-            f"{_REPLACE}."
-        )
-    return found
 
 
 def _put_functions(files: dict[str, str], block: CodeBlock) -> None:

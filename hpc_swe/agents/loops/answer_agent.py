@@ -31,9 +31,6 @@ INSTRUCTIONS: dict[Form, str] = {
     "repaired file. If there are several files, write the file's name on the line above the block.",
     "function": "You repair Python programs. Find the fault, then answer with one block between lines of "
     "``` that holds the whole repaired function, and nothing else.",
-    "edits": "You repair Python programs. Answer with one block between lines of ``` that holds edits: a "
-    "line <<<<<<< SEARCH, some present lines of the file, a line =======, the new lines, and a line "
-    ">>>>>>> REPLACE. If there are several files, write the file's name on the line above the block.",
 }
 """Form of the answer -> system prompt."""
 
@@ -44,7 +41,7 @@ class AnswerAgent(Plugin, Agent, frozen=True, kw_only=True):
     """Take the repair out of the policy's reply; ask again while visible tests fail and tries are left."""
 
     form: Form = "file"
-    """What a reply's block holds: a whole file, functions that replace those of the same names, or edits."""
+    """What a reply's block holds: a whole file, or functions that replace those of the same names."""
     max_turns: int = 1
     """Replies of the policy. After each but the last the visible tests run; the episode ends if they pass."""
     show_files: bool = True
