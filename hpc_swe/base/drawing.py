@@ -1,4 +1,4 @@
-"""Draw the TensorBoard view from the logs, the configuration and the archives of a run.
+"""Draw the TensorBoard view from the logs and the configuration of a run.
 
 The logs are the source and the view may be deleted. A step that was logged twice, because a role restarted
 from a checkpoint, is one point of one curve: the later line counts.
@@ -7,19 +7,14 @@ from a checkpoint, is one point of one curve: the later line counts.
 import logging
 import re
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.custom_scalar import metadata as custom_scalar
-from tensorboard.plugins.histogram import metadata as histogram
 from tensorboard.plugins.scalar import metadata as scalar
 from tensorboard.plugins.text import metadata as texts
 from tensorboard.summary.writer.record_writer import RecordWriter
@@ -27,20 +22,13 @@ from tensorboard.util.tensor_util import make_tensor_proto
 
 from hpc_swe.base.errors import StorageError
 from hpc_swe.base.metrics import LAYOUT, Tail, meaning
-from hpc_swe.base.records import MetricLine, ScoredEpisode
+from hpc_swe.base.records import MetricLine
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic
-from hpc_swe.base.transcript import as_text
 
 FIRST = "0_overview"
 HEADLINES = re.compile(r"reward/(mean|trained_mean)|solve/(train|eval/.*)|groups/signal_rate|validation/loss")
 """Curves that are drawn a second time under FIRST, which stands at the top of the page."""
-ARCHIVE = re.compile(r"step_\d+\.parquet")
-DECILE = re.compile(r"(length/\w+)_d(\d)")
-BINS = 10
-DECILES = "episodes by decile of sampled tokens, the shortest in 0 .. 1: {} of them"
-EPISODE_STEPS, MAX_CHARS, CHUNK = 20, 20_000, 16
-"""Newest steps of which episodes are shown; characters shown of each; records that are read at once."""
 
 log = logging.getLogger(__name__)
 
@@ -74,18 +62,13 @@ class _EventFile:
         for tag in (name, *copies):
             self._event(tag, about, step, at, simple_value=value)
 
-    def deciles(self, name: str, step: int, at: float, counts: Sequence[float]) -> None:
-        buckets = np.array([(left, left + 1, count) for left, count in enumerate(counts)], np.float64)
-        about = histogram.create_summary_metadata("", DECILES.format(name.rpartition("/")[2]))
-        self._tensor(name, buckets, about, step, at)
-
-    def text(self, tag: str, text: str, about: str, step: int = 0) -> None:
+    def text(self, tag: str, text: str, about: str) -> None:
         """Write a text unchanged: indentation keeps Markdown from formatting it."""
         lines = "\n".join(f"    {line}" for line in text.splitlines())
-        self._tensor(tag, lines.encode(), texts.create_summary_metadata("", about), step)
+        self._tensor(tag, lines.encode(), texts.create_summary_metadata("", about))
 
-    def _tensor(self, tag: str, value: Any, about: Any, step: int = 0, at: float = 0.0) -> None:
-        self._event(tag, about, step, at or time.time(), tensor=make_tensor_proto(value))
+    def _tensor(self, tag: str, value: bytes, about: Any) -> None:
+        self._event(tag, about, 0, time.time(), tensor=make_tensor_proto(value))
 
     def _event(self, tag: str, about: Any, step: int, at: float, **value: Any) -> None:
         # TensorBoard keeps the description of a tag's first value.
@@ -104,8 +87,6 @@ class Drawing:
         self._points: dict[str, dict[int, MetricLine]] = {}
         self._last: dict[str, int] = {}
         """Newest step drawn, by curve."""
-        self._shown: set[str] = set()
-        """Archives whose episodes are drawn."""
         self._described: set[str] = set()
         self._path: Path | None = None
         """File of the view; None when everything must be drawn again."""
@@ -131,7 +112,7 @@ class Drawing:
             stamp = path.name.split(".")[3]
             number = max(number, int(stamp) + 1) if stamp.isdecimal() else number
         self._path = self._run.tensorboard / f"events.out.tfevents.{number}.hpc_swe"
-        self._last, self._shown, self._described = {}, set(), set()
+        self._last, self._described = {}, set()
         return self._path
 
     def _append(self, path: Path) -> None:
@@ -145,53 +126,6 @@ class Drawing:
             if file.tell() == 0:
                 events.write_header(self._run)
             for step, lines in sorted(todo.items()):
-                self._draw(events, step, lines)
-            archives = [name for name in atomic.names(self._run.archives) if ARCHIVE.fullmatch(name)]
-            for name in archives[-EPISODE_STEPS:]:
-                if name not in self._shown:
-                    self._draw_episodes(events, name)
-
-    def _draw(self, events: _EventFile, step: int, lines: dict[str, MetricLine]) -> None:
-        """Draw one point of each curve in `lines`, and the histograms of the step."""
-        deciles: dict[str, list[float]] = {}
-        for name, line in lines.items():
-            decile = DECILE.fullmatch(name)
-            if decile is None:
-                events.number(name, step, line.time, line.values[name])
-            else:
-                deciles.setdefault(decile[1], [0.0] * BINS)[int(decile[2])] = line.values[name]
-            self._last[name] = step
-        for name, counts in deciles.items():
-            first = lines.get(f"{name}_d0")
-            events.deciles(name, step, first.time if first else time.time(), counts)
-
-    def _draw_episodes(self, events: _EventFile, name: str) -> None:
-        self._shown.add(name)
-        step = name.removesuffix(".parquet").rpartition("_")[2]
-        try:
-            found = [(kind, as_text(scored)) for kind, scored in _examples(self._run.archives / name)]
-        except (pa.ArrowException, OSError, KeyError, msgspec.DecodeError) as error:
-            log.warning("%s: its episodes are not drawn: %s", name, error)
-            return
-        for kind, text in found:
-            rest = "\n(cut here; `show` prints all of it)" if len(text) > MAX_CHARS else ""
-            cut = text[:MAX_CHARS] + rest
-            events.text(f"episodes/{kind}", cut, f"{kind}, of the batch of this step", int(step))
-
-
-def _examples(path: Path) -> Iterator[tuple[str, ScoredEpisode]]:
-    """Yield an archive's first resolved episode, its first other one, and the longest of the rest read."""
-    found: dict[str, ScoredEpisode] = {}
-    others: list[ScoredEpisode] = []
-    for rows in pq.ParquetFile(path).iter_batches(CHUNK, columns=["record"]):
-        for data in rows.column(0).to_pylist():
-            scored = msgspec.msgpack.decode(data, type=ScoredEpisode)
-            kind = "resolved" if scored.score.outcome == "resolved" else "unresolved"
-            if kind in found:
-                others.append(scored)
-            found.setdefault(kind, scored)
-        if len(found) == 2 and others:
-            break
-    yield from found.items()
-    if others:
-        yield "longest", max(others, key=lambda s: sum(len(t.completion_ids) for t in s.episode.turns))
+                for name, line in lines.items():
+                    events.number(name, step, line.time, line.values[name])
+                    self._last[name] = step
