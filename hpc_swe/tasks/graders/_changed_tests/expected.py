@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from hpc_swe.tasks.graders._changed_tests.typed import Twist, Vocabulary, typed
-from hpc_swe.tasks.graders._sealing.scopes import own_nodes
+from hpc_swe.tasks.graders._sealing.scopes import columns_of, own_nodes, rows_of
 
 _EQUAL = {"assertEqual", "assertEquals", "assertIs", "assertAlmostEqual", "assertCountEqual"}
 _EQUAL |= {f"assert{kind}Equal" for kind in ("List", "Tuple", "Set", "Dict", "Sequence", "MultiLine")}
@@ -90,32 +90,10 @@ class Reader:
                     if not any(_SWALLOWS.search(ast.unparse(item.context_expr)) for item in items):
                         self._walk(statement.body)
                 case ast.For(target=target, iter=table):
-                    if rows := self._rows(table):
-                        self._bind(target, rows)
+                    once = {name: values[0] for name, values in self.bound.items() if len(values) == 1}
+                    if found := rows_of(table, once):
+                        self.bound |= columns_of(target, found)
                         self._walk(statement.body)
-
-    def _rows(self, table: ast.expr) -> list[ast.expr]:
-        match table:
-            case ast.List(elts=rows) | ast.Tuple(elts=rows):
-                return [] if any(isinstance(row, ast.Starred) for row in rows) else rows
-            case ast.Name(id=name) if len(self.bound.get(name, ())) == 1:
-                (value,) = self.bound[name]
-                return [] if isinstance(value, ast.Name) else self._rows(value)
-            case ast.Call(func=ast.Name(id="enumerate"), args=[inner, *_]):
-                return [ast.Tuple([ast.Name("_", ast.Load()), row], ast.Load()) for row in self._rows(inner)]
-            case ast.Call(func=ast.Attribute(value=ast.Dict(keys=keys, values=values), attr="items")):
-                pairs = [(key, value) for key, value in zip(keys, values, strict=True) if key is not None]
-                return [ast.Tuple([key, value], ast.Load()) for key, value in pairs]
-        return []
-
-    def _bind(self, target: ast.expr, rows: list[ast.expr]) -> None:
-        if isinstance(target, ast.Name):
-            self.bound[target.id] = rows
-        if isinstance(target, ast.Tuple | ast.List):
-            cells = [row.elts for row in rows if isinstance(row, ast.Tuple | ast.List)]
-            if len(cells) == len(rows) and all(len(row) == len(target.elts) for row in cells):
-                for inner, *column in zip(target.elts, *cells, strict=True):
-                    self._bind(inner, column)
 
     def _note_harmless(self, node: ast.AST) -> None:
         """Note the uses of names whose value may change: where it is expected, shown or iterated over."""

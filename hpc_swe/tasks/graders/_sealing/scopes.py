@@ -49,9 +49,9 @@ def scope_of_test(test: TestFunction, outer: Scope) -> Scope:
         found |= {name: one for name, one in parameters.items() if name in arguments and not stores[name]}
     for loop in statements:
         if isinstance(loop, ast.For):
-            rows = _rows(loop.iter, found)
+            rows = rows_of(loop.iter, found)
             is_complete = not any(isinstance(one, _LEAVES) for one in own_nodes(loop.body))
-            columns = _columns(loop.target, rows) if rows else {}
+            columns = columns_of(loop.target, rows) if rows else {}
             found |= {
                 name: Cells(tuple(cells), is_complete=is_complete)
                 for name, cells in columns.items()
@@ -62,7 +62,7 @@ def scope_of_test(test: TestFunction, outer: Scope) -> Scope:
 
 def loops_over(statement: ast.For, scope: Scope) -> bool:
     """Return whether a loop runs over a table of the text that has a row."""
-    return bool(_rows(statement.iter, scope))
+    return bool(rows_of(statement.iter, scope))
 
 
 _LEAVES = (ast.Return, ast.Break, ast.Continue)
@@ -121,17 +121,18 @@ def indexed(bound: Bound | None) -> Cells | None:
     return None
 
 
-def _rows(table: ast.expr, scope: Scope) -> list[ast.expr]:
+def rows_of(table: ast.expr, scope: Scope) -> list[ast.expr]:
+    """Return the rows of a table that a loop runs over; nothing where the text does not say them all."""
     match table:
         case ast.List(elts=rows) | ast.Tuple(elts=rows):
             return [] if any(isinstance(row, ast.Starred) for row in rows) else rows
         case ast.Name(id=name) if isinstance(bound := scope.get(name), ast.List | ast.Tuple | ast.Dict):
-            return list(filter(None, bound.keys)) if isinstance(bound, ast.Dict) else _rows(bound, {})
-        case ast.Call(func=ast.Name(id="enumerate"), args=[inner]):
+            return list(filter(None, bound.keys)) if isinstance(bound, ast.Dict) else rows_of(bound, {})
+        case ast.Call(func=ast.Name(id="enumerate"), args=[inner, *_]):
             number = ast.Name("_", ast.Load())
-            return [ast.Tuple([number, row], ast.Load()) for row in _rows(inner, scope)]
+            return [ast.Tuple([number, row], ast.Load()) for row in rows_of(inner, scope)]
         case ast.Call(func=ast.Name(id="zip"), args=inners, keywords=[]):
-            columns = [_rows(inner, scope) for inner in inners]
+            columns = [rows_of(inner, scope) for inner in inners]
             return [ast.Tuple(list(row), ast.Load()) for row in zip(*columns, strict=False)]
         case ast.Call(func=ast.Attribute(value=owner, attr="items"), args=[]):
             known = scope.get(owner.id) if isinstance(owner, ast.Name) else owner
@@ -141,7 +142,8 @@ def _rows(table: ast.expr, scope: Scope) -> list[ast.expr]:
     return []
 
 
-def _columns(target: ast.expr, rows: list[ast.expr]) -> dict[str, list[ast.expr]]:
+def columns_of(target: ast.expr, rows: list[ast.expr]) -> dict[str, list[ast.expr]]:
+    """Return what each name of a loop's target stands for, row by row."""
     match target:
         case ast.Name(id=name):
             return {name: rows}
@@ -149,7 +151,7 @@ def _columns(target: ast.expr, rows: list[ast.expr]) -> dict[str, list[ast.expr]
             cells = [row.elts for row in rows if isinstance(row, ast.Tuple | ast.List)]
             if len(cells) == len(rows) and all(len(row) == len(inners) for row in cells):
                 columns = zip(inners, zip(*cells, strict=True), strict=True)
-                found = [_columns(inner, list(column)) for inner, column in columns]
+                found = [columns_of(inner, list(column)) for inner, column in columns]
                 return dict(chain.from_iterable(each.items() for each in found))
     return {}
 
@@ -164,7 +166,7 @@ def _of_parametrize(decorator: ast.expr, scope: Scope) -> dict[str, Cells]:
             return {}
     titles, is_plain = _titles(names), True
     rows: list[ast.expr] = []
-    for row in _rows(table, scope):
+    for row in rows_of(table, scope):
         match row:
             case ast.Call(func=ast.Attribute(attr="param"), args=cells, keywords=more):
                 is_plain = is_plain and all(word.arg == "id" for word in more)
@@ -174,7 +176,7 @@ def _of_parametrize(decorator: ast.expr, scope: Scope) -> dict[str, Cells]:
     target: ast.expr = ast.Tuple([ast.Name(one, ast.Store()) for one in titles], ast.Store())
     if len(titles) == 1:
         target = ast.Name(titles[0], ast.Store())
-    columns = _columns(target, rows) if rows else {}
+    columns = columns_of(target, rows) if rows else {}
     return {
         name: Cells(tuple(cells), is_complete=is_plain, is_parameter=True) for name, cells in columns.items()
     }
