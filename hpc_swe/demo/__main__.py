@@ -5,11 +5,9 @@ it with GRPO, and evaluates it again on the same tasks. Every part is the real o
 again skips the stages that are done.
 """
 
-import argparse
 import json
 import logging
 import os
-import re
 import subprocess
 import sys
 import time
@@ -29,7 +27,6 @@ from hpc_swe.base.tables import console, say
 from hpc_swe.cluster.executors.base import FOREGROUND
 from hpc_swe.cluster.processes import completed
 from hpc_swe.config import config as configuration
-from hpc_swe.demo.model import SHAPES, SIZES
 from hpc_swe.demo.stages import curve, newest, of_stage, watched
 from hpc_swe.launch import control as run_control
 from hpc_swe.models import builds
@@ -39,8 +36,6 @@ MODEL_S = 3600.0  # longest wait for random weights to be written
 EXPORT_S = 1800.0  # longest wait for the rewarded episodes
 IMAGE_S = 1800.0  # longest wait for the image of the sandboxes
 DECODINGS = ("greedy", "sampled")
-STAGES = ("model", "sft", "before", "rejection-sft")
-"""Folders beside that of the GRPO run, and beside its evaluation, whose name begins with after-."""
 CONTROLS = {
     "shuffled": ['advantage={type="shuffled"}'],
     "rejection": ["learner.optimizer.lr=0.0", "groups.resample=false"],
@@ -54,9 +49,6 @@ class Demo:
     root: Path
     seed: int
     overrides: Sequence[str]
-    shape: str = "tiny"
-    name: str = ""
-    """Folder of the run that is trained with GRPO; empty: grpo, or the name of the control."""
     quick: bool = False
     """Only the evaluations that GRPO makes while it trains are made."""
     steps: int = 0
@@ -80,15 +72,13 @@ class Demo:
         folder = self.root / "model"
         config = configuration.from_words(["configs/demo.toml", *self.overrides])
         if not (folder / "config.json").exists():
-            words = ["hpc_swe.demo.model", f"--out={folder}", f"--seed={self.seed}", f"--shape={self.shape}"]
+            words = ["hpc_swe.demo.model", f"--out={folder}", f"--seed={self.seed}"]
             words += [f"--taskset={json.dumps(configuration.dump(config)['taskset'])}"]
             words += [f"--context={config.rollout.context}"]
             if run_command([sys.executable, "-m", *words], MODEL_S):
                 raise HpcSweError(f"{folder}: the demo's model was not made, for the reason above; try again")
-        found, wanted = read_config(folder), SIZES | SHAPES[self.shape]
-        if any(found[key] != wanted[key] for key in ("hidden_size", "num_hidden_layers")):
-            raise HpcSweError(f"{folder} is not of --shape {self.shape}; name another folder by --out")
-        if (longest := found["max_position_embeddings"]) < (context := config.rollout.context):
+        longest, context = read_config(folder)["max_position_embeddings"], config.rollout.context
+        if longest < context:
             raise HpcSweError(
                 f"{folder} was made for {longest} tokens, but rollout.context = {context}; "
                 "name another folder by --out"
@@ -142,15 +132,6 @@ def require_torch() -> None:
         )
 
 
-def run_name(text: str) -> str:
-    """Return the name of a GRPO run, for `type=` of an argument; refuse what names no folder of its own."""
-    if not re.fullmatch(r"\w[\w.-]*", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{text!r} names no folder; use letters, digits, '.', '_' and '-'")
-    if text in STAGES or text.startswith("after-"):
-        raise argparse.ArgumentTypeError(f"{text!r} is the folder of another stage; choose another name")
-    return text
-
-
 def rates(before: Sequence[Attempt], after: Sequence[Attempt]) -> Table:
     """Return a table of the solve rates on held-out tasks before and after, by decoding."""
     columns = ("held-out solve rate", "before", "after", "gain", "detectable", "infra failures")
@@ -196,7 +177,7 @@ def run(demo: Demo, control: str) -> None:
     began = time.monotonic()
     require_torch()
     demo.make_image()
-    name = demo.name or control or "grpo"
+    name = control or "grpo"
     start = newest(demo.stage("sft", demo.make_model(), "demo_sft"))
     before = [] if demo.quick else [demo.stage("before", start, "demo_eval")]
     trained = demo.stage(name, start, *CONTROLS.get(control, []))
@@ -233,12 +214,7 @@ def main() -> None:
     add("--seed", type=int, default=0, help="decides the weights at the start and the order of the tasks")
     add("--out", type=cli.path, help="folder of the stages (default: runs/demo-SEED)")
     add("--control", choices=sorted(CONTROLS), default="", help="run a control instead of GRPO")
-    models = parser.add_mutually_exclusive_group()
-    sizes = "sizes of a model with random weights: tiny, or those of Qwen3"
-    models.add_argument("--shape", choices=SHAPES, default="tiny", help=sizes)
-    models.add_argument("--model", type=cli.path, help="folder of another model to start from")
-    names = "folder of the GRPO run in --out (default: grpo); several share a warm start"
-    add("--name", type=run_name, help=names)
+    add("--model", type=cli.path, help="folder of another model to start from")
     add("--quick", action="store_true", help="evaluate only while GRPO trains, not before and after it")
     length = "steps of GRPO (default: as the files say; 48 draw a long curve)"
     add("--steps", type=cli.number(int, 1), default=0, metavar="N", help=length)
@@ -248,7 +224,7 @@ def main() -> None:
     arguments = cli.parse(parser)
     root = arguments.out or Path(os.environ.get("HPC_SWE_RUNS", "runs")) / f"demo-{arguments.seed}"
     try:
-        given = arguments.overrides, arguments.shape, arguments.name or "", arguments.quick, arguments.steps
+        given = arguments.overrides, arguments.quick, arguments.steps
         demo = Demo(root, arguments.seed, *given, arguments.model, arguments.stage_minutes)
         run(demo, arguments.control)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Make a Qwen3 for the demo, a tiny one by default: python -m hpc_swe.demo.model --out DIR.
+"""Make a tiny Qwen3 for the demo: python -m hpc_swe.demo.model --out DIR.
 
 The tokenizer is trained on the demonstrations of the bug tasks, so that their JSON punctuation becomes single
 tokens; the weights are random. The result is an ordinary Hugging Face model folder.
@@ -17,7 +17,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from hpc_swe.agents.chat.template import ChatTemplate
 from hpc_swe.base import cli, loader
 from hpc_swe.base.records import Message
-from hpc_swe.models import shapes
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
@@ -34,17 +33,6 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.05,
     "dtype": "float32",
 }
-
-
-def published(name: str) -> dict[str, Any]:
-    """Return what differs from SIZES in a published model, whose whole vocabulary and precision it has."""
-    sizes = shapes.SHAPES[name]
-    shared = sizes.keys() & {*SIZES, "vocab_size"} - {"max_position_embeddings"}
-    return {key: sizes[key] for key in shared} | {"initializer_range": 0.02, "dtype": sizes["torch_dtype"]}
-
-
-SHAPES: dict[str, dict[str, Any]] = {"tiny": {}, "0.6B": published("0.6B"), "4B": published("4B")}
-"""Name -> what differs from SIZES. The tokenizer uses the first 512 ids of any vocabulary."""
 # A run of JSON punctuation around a quote; indentation; words; digits; comparisons; line ends.
 # Operators stand apart from spaces, so that they are the same token in code and in a call's arguments.
 WORDS = r'[{}",: ]*"[{}",: ]*| {2,}| ?[A-Za-z]+|[0-9]|[<>=]=|\n *|[^\sA-Za-z0-9]|\s'
@@ -148,7 +136,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="decides the weights")
     context = SIZES["max_position_embeddings"]
     parser.add_argument("--context", type=int, default=context, help="longest conversation in tokens")
-    parser.add_argument("--shape", choices=SHAPES, default="tiny", help="sizes of the model")
     parser.add_argument(
         "--taskset",
         type=json.loads,
@@ -158,8 +145,7 @@ def main() -> None:
     options = cli.parse(parser)
     taskset = loader.load("tasksets", options.taskset)
     conversations = itertools.islice(taskset.demonstrations(seed=0), CONVERSATIONS)
-    sizes = SHAPES[options.shape] | {"max_position_embeddings": options.context}
-    size = make(options.out, conversations, options.seed, **sizes)
+    size = make(options.out, conversations, options.seed, max_position_embeddings=options.context)
     print(f"{options.out}: {size}")
 
 

@@ -126,7 +126,7 @@ def test_a_decoding_that_vllm_refuses_with_speculation_is_refused_first(read):
     [
         ([], ""),
         (["learner.optimizer.epochs=2", "learner.optimizer.minibatches=2"], ""),
-        (["learner.optimizer.epochs=3", "learner.optimizer.minibatches=3"], ""),  # configs/demo_two_gpus.toml
+        (["learner.optimizer.epochs=3", "learner.optimizer.minibatches=3"], ""),
         (
             ["learner.optimizer.epochs=10"],
             r"epochs \* minibatches = 10 optimizer steps .* up to 1 steps older",

@@ -14,7 +14,7 @@ from typing import ClassVar
 from hpc_swe.base.loader import Plugin
 from hpc_swe.base.records import Message, Split, Task, TestPlan
 from hpc_swe.tasks import patch
-from hpc_swe.tasks.sets._bugs_demonstrator import TestFile, WorkedTest, conversation
+from hpc_swe.tasks.sets._bugs_demonstrator import conversation
 from hpc_swe.tasks.sets._bugs_grammar import OPERATORS, Function, draw
 from hpc_swe.tasks.sets.base import Taskset
 
@@ -62,10 +62,6 @@ class Bugs(Plugin, Taskset, frozen=True, kw_only=True):
     """Image of the sandbox."""
     timeout_s: float = 30.0
     """Seconds that a task's tests may take."""
-    worked: bool = False
-    """Whether demonstrations write down every plausible module, and the expression that each visible test
-    would evaluate, beside the expected value, before they choose one. So an episode has about 600 sampled
-    tokens in place of 70."""
 
     def load(self, split: Split) -> Iterator[Task]:
         """Yield endless tasks."""
@@ -77,8 +73,7 @@ class Bugs(Plugin, Taskset, frozen=True, kw_only=True):
         for number in itertools.count():
             rng = random.Random(f"demonstration {seed} {number}")
             bug = make(rng, "train")
-            tests = _read_by_agent(bug) if self.worked else None
-            yield [*opening(), *conversation(bug.function, bug.wrong, MODULE, rng, tests)]
+            yield [*opening(), *conversation(bug.function, bug.wrong, MODULE, rng)]
 
     def references(self, tasks: Iterable[Task]) -> dict[str, str]:
         """Return patches that put the right operator back: task id -> patch."""
@@ -162,19 +157,6 @@ def _case(rng: random.Random, function: Function, relation: int) -> Case:
 def _tests(function: Function, cases: list[Case]) -> str:
     lines = [f"from {MODULE.removesuffix('.py')} import {function.name}"]
     for number, case in enumerate(cases):
-        lines += ["", "", f"def test_{number}():", f"    assert {_expectation(function, case)}"]
+        called = f"{function.name}({', '.join(map(repr, case.arguments))})"
+        lines += ["", "", f"def test_{number}():", f"    assert {called} == {case.expected!r}"]
     return "\n".join(lines) + "\n"
-
-
-def _expectation(function: Function, case: Case) -> str:
-    return f"{function.name}({', '.join(map(repr, case.arguments))}) == {case.expected!r}"
-
-
-def _read_by_agent(bug: Bug) -> TestFile:
-    tests = []
-    for case in bug.visible:
-        first = case.arguments[0]
-        right = bug.function.constant if len(case.arguments) == 1 else case.arguments[1]
-        left = first if isinstance(first, list) else [first]
-        tests.append(WorkedTest(_expectation(bug.function, case), left, right))
-    return TestFile(VISIBLE, bug.visible_tests, tests)
