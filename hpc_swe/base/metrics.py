@@ -117,7 +117,6 @@ METRICS = {
     "ratio/capped_share": "decoupled, cispo: share of tokens over ratio_cap",
     "ratio/sequence_mean": "gspo: mean over tokens of the ratio of their sequence",
     "ratio/sequence_spread": "gspo: mean of |log| of that ratio; clip wider than rounding makes it",
-    "ratio/masked_share": "decoupled: share of tokens outside mask_low .. mask_high",
     "ratio/shifted_share": "share of tokens that mask_shift leaves out",
     "ratio/diverged_share": "share of tokens whose sequence mask_sequence leaves out",
     "step_seconds/*": "seconds of the learner's step by part",

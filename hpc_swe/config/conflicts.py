@@ -143,8 +143,6 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
 
 _OBJECTIVES = {
     "ratio_cap": ("decoupled", "cispo"),
-    "mask_low": ("decoupled",),
-    "mask_high": ("decoupled",),
     "sequence_clip_low": ("gspo",),
     "sequence_clip_high": ("gspo",),
     **dict.fromkeys(

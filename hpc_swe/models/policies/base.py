@@ -47,10 +47,6 @@ class LossConfig(Record, frozen=True, kw_only=True):
     dual_clip: ClassVar[float] = 3.0  # that of the paper, see `ppo` in roles/learner/objectives/base.py
     ratio_cap: Annotated[float, Meta(gt=0)] = 5.0
     """decoupled: the weight pi_prox / mu is clipped above this; cispo: the weight pi / mu."""
-    mask_low: Annotated[float, Meta(ge=0)] = 0.0
-    """decoupled: tokens with pi_prox / mu below this are not trained; 0 is off."""
-    mask_high: Annotated[float, Meta(ge=0)] = 0.0
-    """decoupled: tokens with pi_prox / mu above this are not trained; 0 is off."""
     mask_shift: Annotated[float, Meta(ge=0)] = 0.0
     """Tokens whose probability has moved by more than this since they were sampled, in the direction of their
     advantage, are not trained (DPPO); 0 is off. cispo has no clip that would stop them before."""

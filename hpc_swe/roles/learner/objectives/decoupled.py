@@ -3,11 +3,8 @@
     r = pi / pi_prox      term = min(pi_prox / mu, ratio_cap) ppo(r, A)
 
 pi_prox is pi before the batch. With one optimizer step per batch that is pi itself without gradient, so r is
-1 and never clipped; with more, its log-probabilities are computed before the first of them. Tokens whose
-pi_prox / mu lies outside mask_low .. mask_high have term 0.
+1 and never clipped; with more, its log-probabilities are computed before the first of them.
 """
-
-from torch import Tensor
 
 from hpc_swe.models.policies.base import LossConfig, TrainedTokens
 from hpc_swe.roles.learner.objectives.base import (
@@ -28,16 +25,9 @@ class Decoupled(TokenObjective):
     def __call__(self, tokens: TrainedTokens, config: LossConfig) -> TokenTerms:
         before = before_batch(tokens)
         ratio, correction = ratio_of(tokens.logprobs, before), ratio_of(before, tokens.sampler)
-        masked = _masked(correction, config)
-        weight = ~masked * correction.clamp(max=config.ratio_cap)
         bounds = (config.clip_low, config.clip_high, config.dual_clip)
-        values = weight * ppo(ratio, tokens.advantages, *bounds)
-        means = {"ratio/capped_share": correction > config.ratio_cap, "ratio/masked_share": masked}
+        values = correction.clamp(max=config.ratio_cap) * ppo(ratio, tokens.advantages, *bounds)
+        means = {"ratio/capped_share": correction > config.ratio_cap}
         if tokens.proximal is not None:
             means |= stopped(ratio, tokens.advantages, *bounds)
         return TokenTerms(values, means)
-
-
-def _masked(correction: Tensor, config: LossConfig) -> Tensor:
-    masked = correction < config.mask_low
-    return masked | (correction > config.mask_high) if config.mask_high else masked
