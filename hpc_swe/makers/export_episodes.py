@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hpc_swe.base import cli, tables
-from hpc_swe.base.errors import ConfigError, StorageError, boundary
+from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.records import Message, RunManifest, Sample, ScoredEpisode, id_array
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic
@@ -64,11 +64,9 @@ class Found:
         if self.per_task and len(kept) > self.per_task:
             del kept[max(kept)]
 
-    def of_tasks(self, names: Iterable[str]) -> list[Row]:
-        """Return the rows of some tasks, in order of tasks and episodes."""
-        return [
-            row for name in sorted(names) for key in sorted(self.rows[name]) for row in self.rows[name][key]
-        ]
+    def ordered(self) -> list[Row]:
+        """Return all rows, in order of tasks and episodes."""
+        return [row for _, kept in sorted(self.rows.items()) for key in sorted(kept) for row in kept[key]]
 
 
 class RunExport:
@@ -155,22 +153,6 @@ def collect(exports: Iterable[RunExport], least: float, per_task: int) -> Found:
     return found
 
 
-def divide(found: Found, share: float) -> tuple[list[Row], list[Row]]:
-    """Return the rows of most tasks, and those of a share of the tasks, chosen by a hash of their names."""
-    ordered = sorted(found.rows, key=lambda task: (stable_hash("validation", task), task))
-    count = max(1, round(share * len(ordered))) if share else 0
-    return found.of_tasks(ordered[count:]), found.of_tasks(ordered[:count])
-
-
-def _require_one_split(validation: Path, share: float) -> None:
-    """Raise ConfigError if a file of an earlier call would stay beside rows that it is no split of."""
-    if validation.exists() and not share:
-        raise ConfigError(
-            f"{validation} is of an earlier call with --split, and its tasks would be among the new rows: "
-            "remove it, give --split again, or choose another --out"
-        )
-
-
 def _write(path: Path, rows: list[Row]) -> None:
     made = pa.Table.from_pylist(rows, schema=SCHEMA)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -184,7 +166,7 @@ def _write(path: Path, rows: list[Row]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     what = "Write the rewarded episodes of runs as rows to train on, with their token ids."
-    example = "runs/mine --out rows.parquet --per-task 4 --split 0.05"
+    example = "runs/mine --out rows.parquet --per-task 4"
     parser = cli.parser("hpc_swe.export_episodes", what, example)
     add = parser.add_argument
     add("runs", nargs="+", type=cli.folder, metavar="RUN", help="training run, or folder of an evaluation")
@@ -193,13 +175,6 @@ def _parser() -> argparse.ArgumentParser:
     most = "most episodes of a task, drawn by a hash; 0 is all"
     add("--per-task", type=cli.number(int, 0), default=0, help=most)
     add("--tasks", type=cli.path, metavar="ROWS", help="only episodes of the tasks in this file of rows")
-    add(
-        "--split",
-        type=float,
-        default=0.0,
-        metavar="SHARE",
-        help="write this share of the tasks to a second file, NAME.validation.parquet",
-    )
     return parser
 
 
@@ -210,26 +185,18 @@ def main() -> None:
     out = arguments.out
     if out.suffix != ".parquet":
         raise ConfigError(f"--out {out}: the file's name must end in .parquet")
-    if not 0 <= arguments.split < 1:
-        raise ConfigError(f"--split {arguments.split:g}: it must be at least 0 and below 1")
-    validation = out.with_suffix(".validation.parquet")
-    _require_one_split(validation, arguments.split)
     found = collect(map(RunExport, arguments.runs), arguments.min_reward, arguments.per_task)
     say(f"{found.read:,} episodes read, {found.rewarded:,} with a reward of {arguments.min_reward:g} or more")
     if arguments.tasks:
         wanted = {task_id for task_id, _ in rows_with_id(arguments.tasks)}
         found.rows = {name: rows for name, rows in found.rows.items() if name in wanted}
-    train, held_out = divide(found, arguments.split)
-    if not train:
+    rows = found.ordered()
+    if not rows:
         raise ConfigError(
             f"no row is left to write: {found.rewarded} of {found.read} episodes have such a reward, of "
-            f"{len(found.rows)} tasks; lower --min-reward or --split, or name other runs or --tasks"
+            f"{len(found.rows)} tasks; lower --min-reward, or name other runs or --tasks"
         )
-    with boundary(StorageError, f"replace {validation}"):
-        validation.unlink(missing_ok=True)  # it must not stay beside new rows if this command is interrupted
-    _write(out, train)
-    if held_out:
-        _write(validation, held_out)
+    _write(out, rows)
 
 
 if __name__ == "__main__":

@@ -157,17 +157,12 @@ def conversation(out: Path) -> tuple[list[Message], str]:
     return messages, row["tools"]
 
 
-@pytest.mark.slow
-def test_a_task_gives_at_most_so_many_rows_and_a_share_is_held_out(run, tmp_path):
+def test_a_task_gives_at_most_so_many_rows(run, tmp_path):
     out = tmp_path / "rows.parquet"
-    done = export(run, out, "--per-task", "1", "--split", "0.5")
+    done = export(run, out, "--per-task", "1")
     assert done.returncode == 0, done.stderr
-    parts = [
-        pq.read_table(path)["task_id"].to_pylist() for path in (out, tmp_path / "rows.validation.parquet")
-    ]
-    assert sorted(map(len, parts)) == [1, 1]
-    assert {task for part in parts for task in part} == {"t0", "t1"}
-    assert export(run, out, "--min-reward", "2", "--split", "0.5").stderr.startswith(
+    assert pq.read_table(out)["task_id"].to_pylist() == ["t0", "t1"]
+    assert export(run, out, "--min-reward", "2").stderr.startswith(
         "error: no row is left to write: 0 of 6 episodes"
     )
 
@@ -187,18 +182,6 @@ def test_episodes_of_other_tasks_than_those_of_a_file_are_left_out(run, tmp_path
     done = export(run, out, "--tasks", str(rows))
     assert done.returncode == 0, done.stderr
     assert pq.read_table(out)["task_id"].to_pylist() == ["t1"]
-
-
-def test_a_split_of_an_earlier_call_does_not_stay_beside_new_rows(run, tmp_path):
-    out, validation = tmp_path / "rows.parquet", tmp_path / "rows.validation.parquet"
-    assert export(run, out, "--split", "0.5").returncode == 0
-    before = out.read_bytes(), validation.read_bytes()
-    refused = export(run, out)
-    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-    assert f"{validation} is of an earlier call with --split" in refused.stderr
-    assert (out.read_bytes(), validation.read_bytes()) == before
-    validation.unlink()
-    assert export(run, out).returncode == 0
 
 
 def test_of_an_evaluation_its_own_episodes_are_taken_and_else_no_held_out(run, config, tmp_path):
