@@ -1,9 +1,9 @@
 """Make buggy programs from code that works: python -m hpc_swe.make_bugs SOURCE... --out FOLDER.
 
-A source is `stdlib`, a module of the standard library, `module.py:test_module.py`, a module with examples in
-its docstrings, or a folder with tests. Functions are changed in one place each. A change is kept if it makes
-tests fail that pass for the original, judged by the run's own grader in its own sandbox. Every attempt is a
-line of a file, so the same command continues after an interruption.
+A source is `stdlib`, a module of the standard library, `module.py:test_module.py`, or a folder with tests.
+Functions are changed in one place each. A change is kept if it makes tests fail that pass for the original,
+judged by the run's own grader in its own sandbox. Every attempt is a line of a file, so the same command
+continues after an interruption.
 """
 
 import argparse
@@ -252,7 +252,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "sources",
         nargs="+",
-        help="stdlib, a module of it, module.py[:test.py,..], or a folder with tests",
+        help="stdlib, a module of it, module.py:test.py,.., or a folder with tests",
     )
     add("--out", type=cli.folder, required=True, help="folder of the tasks, and of what was tried")
     add(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_swe.base.records import Task, TestPlan
-from hpc_swe.makers.bugs import docstrings, statements
+from hpc_swe.makers.bugs import statements
 from hpc_swe.makers.bugs.mutations import Mutant
 from hpc_swe.makers.bugs.sources import CodeSource
 from hpc_swe.makers.bugs.surveys import Survey
@@ -70,11 +70,7 @@ class Trier:
         failed: list[str],
         passed: list[str],
     ) -> dict[str, Any]:
-        """Make the row; half of the failing tests and half of all are hidden, so one that fails is seen.
-
-        An example that became a hidden test is in no docstring of the row's programs: several modules of a
-        package may show the same example.
-        """
+        """Make the row; half of the failing tests and half of all are hidden, so one that fails is seen."""
         functions = {id_: _function(id_, survey) for id_ in (*failed, *passed)}
         broken = {functions[id_] for id_ in failed}
         whole = {*functions.values()} - broken
@@ -84,11 +80,9 @@ class Trier:
         paths = sorted({id_.partition("::")[0] for id_ in functions})
         graded = {path: _only(source.files[path], path, {*functions.values()}) for path in paths}
         seen = {path: _only(text, path, {*functions.values()} - hidden) for path, text in graded.items()}
-        secret = {source.examples[name] for name in map(_name, hidden) if name in source.examples}
-        original = docstrings.without(source.files[source.target], secret)
         programs = {path: source.files[path] for path in survey.files if path not in source.tests}
         programs |= {source.target: mutant.text}
-        files = {path: docstrings.without(text, secret) for path, text in programs.items()} | seen
+        files = programs | seen
         statement = statements.GENERAL
         if self.statement == "function":
             statement = statements.with_function(source.target, mutant, broken - hidden, files)
@@ -102,7 +96,7 @@ class Trier:
                 "task_name": f"{source.name}: {mutant.function.name}: {mutant.kind}",
             },
             "tests": _listed(graded),
-            "fixed": _listed({source.target: original}),
+            "fixed": _listed({source.target: source.files[source.target]}),
             "fail_to_pass": failed,
             "pass_to_pass": passed,
             "absent": list(source.absent),
@@ -138,10 +132,6 @@ class Trier:
 
 def _function(test_id: str, survey: Survey) -> str:
     return f"{test_id.partition('::')[0]}::{survey.tests[test_id].name}"
-
-
-def _name(function: str) -> str:
-    return function.rpartition("::")[2]
 
 
 def _only(text: str, path: str, functions: set[str]) -> str:

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.syntax import parse, require_shallow
-from hpc_swe.makers.bugs import docstrings
-from hpc_swe.makers.bugs.docstrings import DOCTESTS
 
 STDLIB = "stdlib"
 MOST_BYTES = 500_000
@@ -41,8 +39,6 @@ class CodeSource:
     """Names that an extension module of the interpreter has too, so that their original can be imported."""
     copied: frozenset[str] = frozenset()
     """Names of functions whose text stands in other files of the image."""
-    examples: dict[str, docstrings.Pair] = field(default_factory=dict)
-    """Test function -> example of a docstring from which it was made."""
 
 
 class _Unusable(Exception):
@@ -117,18 +113,11 @@ class Search:
             raise ConfigError(str(error)) from None
 
     def _of_module(self, module: Path, tests: Sequence[Path]) -> CodeSource:
-        root, text = _root(module), _code(module)
+        root = _root(module)
+        _code(module)
         target = module.relative_to(root).as_posix()
         if not tests:
-            name = target.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
-            test, pairs = docstrings.tests_of(text, name)
-            if not pairs:
-                raise _Unusable(
-                    f"{module}: its docstrings have no examples on lines of their own; name its tests as "
-                    "module.py:test_module.py"
-                )
-            files = self._package(module, root) | {DOCTESTS: test}
-            return CodeSource(name, module, target, files, (DOCTESTS,), examples=pairs)
+            raise _Unusable(f"{module}: name its tests as {module.name}:test_{module.name}")
         files, paths = self._package(module, root), []
         for test_file in tests:
             own = root if test_file.is_relative_to(root) else _root(test_file)

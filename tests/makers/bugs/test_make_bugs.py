@@ -19,7 +19,6 @@ from hpc_swe.tasks.graders.pytest import Pytest
 from hpc_swe.tasks.patch import difference
 from hpc_swe.tasks.sets.kodcode import Kodcode
 from hpc_swe.tasks.sets.programs import Programs
-from hpc_swe.tasks.visible_tests import ids_of_tests
 from tests.kit.checkout import IMAGES, ROOT, typed
 
 OPTIONS = ("--jobs=2", "--per-function=3")
@@ -202,24 +201,6 @@ def test_what_was_tried_is_not_tried_again_and_other_options_are_refused(shapes,
 def test_two_commands_do_not_work_in_one_folder(shapes, tmp_path):
     with task_checks.alone(tmp_path):
         assert f"{tmp_path}: another command works there" in refusal(tmp_path, str(shapes))
-
-
-@pytest.mark.slow
-def test_examples_of_docstrings_are_tests_and_hidden_ones_are_cut_out(shapes, tmp_path):
-    """Another module of the package shows one of them, too."""
-    shutil.copytree(shapes, tmp_path / "figures")
-    shows = '"""Figures.\n\n>>> square(3)\n9\n>>> square(4)\n16\n"""\n'
-    (tmp_path / "figures/__init__.py").write_text(shows)
-    make(tmp_path / "bugs", f"{tmp_path}/figures/shapes.py", "--limit=2")
-    for task in made(tmp_path / "bugs"):
-        seen, full = task.files["test_docstrings.py"], task.tests.files["test_docstrings.py"]
-        assert len(ids_of_tests(full)) == 2 * len(ids_of_tests(seen)) == 2
-        for example in (">>> square(3)", ">>> square(4)"):
-            assert (example in task.files["figures/shapes.py"]) == (f"'{example[4:]}\\n') ==" in seen)
-            assert (example in task.files["figures/__init__.py"]) == (f"'{example[4:]}\\n') ==" in seen)
-        assert ">>> largest(1, 3, 2)" in task.files["figures/shapes.py"], (
-            "no test of this task was made of it"
-        )
 
 
 @pytest.mark.parametrize("option", ["--hidden=1", "--hidden=-0.1", "--per-function=0", "--limit=-1"])

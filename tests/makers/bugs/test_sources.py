@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hpc_swe.base.errors import ConfigError
-from hpc_swe.makers.bugs import _copies, docstrings
+from hpc_swe.makers.bugs import _copies
 from hpc_swe.makers.bugs.sources import Search
 
 CODE = "def double(x):\n    return x * 2\n"
@@ -70,7 +70,7 @@ def test_byte_order_marks_and_all_line_ends_are_read(folder, ends):
         ("src/nothing", "is neither a folder nor a file"),
         ("mine/nothing.py:mine/test_code.py", "nothing.py"),
         ("mine/code_of_mine.py:mine/test_nothing.py", "test_nothing.py"),
-        ("mine/code_of_mine.py", "its docstrings have no examples"),
+        ("mine/code_of_mine.py", "name its tests as code_of_mine.py:test_"),
         ("no_such_module", "there is no .*no_such_module.py"),
         ("stdlib", "has no tests"),
     ],
@@ -93,60 +93,6 @@ def test_code_that_is_nested_too_deeply_is_left_out(folder):
     assert all("nested too deeply" in why for why in search.left_out.values())
 
 
-EXAMPLES = '''"""A module.
-
->>> twice(1)
-2
-"""
-
-
-def twice(x):
-    """Return the double.
-
-    >>> twice(1)
-    2
-    >>> y = twice(2)
-    >>> y
-    4
-    >>> twice(3)
-    6
-    """
-    return x * 2
-
-
-class Odd:
-    """>>> twice(5)
-    10
-    """
-
-    def wrong(self):
-        """Indent badly.
-
-        >>> twice(7)
-      14
-        """
-
-    def line(self):
-        "\\n>>> twice(8)\\n16\\n"
-'''
-
-
-def test_a_hidden_example_is_in_no_docstring_and_the_others_stay():
-    test, pairs = docstrings.tests_of(EXAMPLES, "module")
-    assert [*pairs.values()] == [("twice(1)\n", "2\n"), ("y\n", "4\n"), ("twice(3)\n", "6\n")]
-    assert all(f"def {name}():" in test for name in pairs)
-    cut = docstrings.without(EXAMPLES, {("twice(1)\n", "2\n"), ("twice(3)\n", "6\n")})
-    assert "twice(1)" not in cut
-    assert "twice(3)" not in cut
-    assert "    >>> y = twice(2)\n    >>> y\n    4\n" in cut
-    assert docstrings.tests_of(cut, "module")[1].keys() != pairs.keys()
-    assert docstrings.without(EXAMPLES, ()) == EXAMPLES
-
-
 def test_lines_are_those_of_python_where_a_lone_carriage_return_ends_one():
-    """An answer that is to be hidden would stay, and another line be gone."""
-    text = f"# from an old Mac\r# and more\r{EXAMPLES}"
-    hidden = {("twice(1)\n", "2\n"), ("twice(3)\n", "6\n")}
-    assert docstrings.without(text, hidden).endswith(docstrings.without(EXAMPLES, hidden))
     code = "def f(x):\n    a_long_line_of_text_here = x\n    another_line_of_a_text = x\n"
     assert _copies.parts_of(f"# a\r# b\r{code}# c\n".encode())[1] == _copies.parts_of(code.encode())[1]
