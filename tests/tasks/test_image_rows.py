@@ -62,26 +62,6 @@ def grade(task, text, sandboxes):
 
 
 @pytest.mark.slow
-def test_a_row_of_swe_smith_starts_from_its_fault_without_its_tests(sound, tmp_path):
-    taskset, sandboxes = load(tmp_path, smith_row()), Checkout(repository=str(sound))
-    (task,) = taskset.load("train")
-    with sandboxes.open(task) as sandbox:
-        assert (HIDDEN in sandbox.paths(), "tests/test_core.py" in sandbox.paths()) == (False, True)
-        assert "3 * a" in sandbox.read("calc/core.py").decode()
-        for revert in REVERTS:
-            sandbox.run(revert, 60)
-            assert sandbox.run("git log --all --reflog --oneline | wc -l", 60).output.strip() == "1"
-            assert sandbox.run("grep -rn '2 \\* a\\|test_add' .", 60).output == "", revert
-        sandbox.write("calc/core.py", MENDED.encode())
-        sandbox.write(HIDDEN, b"def test_double():\n    pass\n")
-        taken = take(task, sandbox, sandboxes)
-    assert HIDDEN in taken
-    mended = (taskset.references([task])[task.task_id], taken)
-    assert [grade(task, text, sandboxes) for text in mended] == ["resolved", "resolved"]
-    assert {grade(task, text, sandboxes) for text in CHEATS.values()} == {"unresolved"}
-
-
-@pytest.mark.slow
 def test_the_check_of_such_a_row_finds_retests_that_a_run_uses(sound, tmp_path):
     """The versions of hidden tests are of the image's, which the set has never seen."""
     taskset, sandboxes, grader = load(tmp_path, smith_row()), Checkout(repository=str(sound)), Grader()

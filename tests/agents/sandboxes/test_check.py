@@ -1,7 +1,6 @@
 """A machine that cannot open sandboxes says so in one line, with the remedy."""
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -13,17 +12,17 @@ from hpc_swe.cluster.processes import descendants
 from tests.kit.constants import varied
 
 
-def test_no_apptainer(tmp_path: Path):
+def test_no_apptainer(tmp_path):
     with pytest.raises(ConfigError, match="no apptainer-9 on PATH: install Apptainer"):
         varied(Apptainer, executable="apptainer-9")(images=str(tmp_path)).check()
 
 
-def test_no_image(tmp_path: Path):
+def test_no_image(tmp_path):
     with pytest.raises(ConfigError, match=r"no \.sif file in .*build_image\.sh"):
         varied(Apptainer, executable="true")(images=str(tmp_path)).check()
 
 
-def test_an_image_that_a_task_names_is_missing(tmp_path: Path, task):
+def test_an_image_that_a_task_names_is_missing(tmp_path, task):
     with (
         pytest.raises(ConfigError, match=r"no python-pytest\.sif in"),
         Apptainer(images=str(tmp_path)).open(task),
@@ -31,7 +30,7 @@ def test_an_image_that_a_task_names_is_missing(tmp_path: Path, task):
         pass
 
 
-def test_an_apptainer_that_fails_tells_why(tmp_path: Path, task):
+def test_an_apptainer_that_fails_tells_why(tmp_path, task):
     (tmp_path / "python-pytest.sif").write_text("no image")
     broken = varied(Apptainer, executable="false")(images=str(tmp_path))
     with pytest.raises(ConfigError, match=r"python-pytest\.sif cannot be run here"):
@@ -41,7 +40,7 @@ def test_an_apptainer_that_fails_tells_why(tmp_path: Path, task):
 
 
 @pytest.mark.parametrize(("place", "mode"), [("file", 0o664), ("file", 0o646), ("folder", 0o777)])
-def test_an_image_that_others_may_write_is_refused(tmp_path: Path, place: str, mode: int):
+def test_an_image_that_others_may_write_is_refused(tmp_path, place, mode):
     images = tmp_path / "images"
     images.mkdir(mode=0o755)
     file = images / "x.sif"
@@ -54,7 +53,7 @@ def test_an_image_that_others_may_write_is_refused(tmp_path: Path, place: str, m
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-def test_an_image_of_another_user_is_refused(tmp_path: Path):
+def test_an_image_of_another_user_is_refused(tmp_path):
     file = tmp_path / "x.sif"
     file.write_text("no image")
     os.chown(file, 12345, -1)
@@ -62,9 +61,7 @@ def test_an_image_of_another_user_is_refused(tmp_path: Path):
         Apptainer(images=str(tmp_path)).image("x")
 
 
-def test_a_container_killed_at_the_check_does_not_blame_the_configuration(
-    tmp_path: Path, apptainer: Apptainer
-):
+def test_a_container_killed_at_the_check_does_not_blame_the_configuration(tmp_path, apptainer):
     """The first start dies; the second is Apptainer's own."""
     dies_once = tmp_path / "apptainer"
     mark = tmp_path / "died"
@@ -77,20 +74,20 @@ def test_a_container_killed_at_the_check_does_not_blame_the_configuration(
 
 
 @pytest.mark.slow
-def test_a_good_machine_passes_and_keeps_nothing_running(apptainer: Apptainer):
+def test_a_good_machine_passes_and_keeps_nothing_running(apptainer):
     before = set(descendants(os.getpid()))
     apptainer.check()
     assert set(descendants(os.getpid())) <= before, "the trial container still runs"
 
 
 @pytest.mark.slow
-def test_a_warm_up_that_fails_is_told(apptainer: Apptainer, task):
+def test_a_warm_up_that_fails_is_told(apptainer, task):
     broken = varied(Apptainer, warm_up="import nothing_like_this")(images=apptainer.images)
     with pytest.raises(SandboxError, match="No module named 'nothing_like_this'"), broken.open(task):
         pass
 
 
-def test_a_node_that_opens_none_ends_its_worker_before_it_has_failed_many(tmp_path: Path, task):
+def test_a_node_that_opens_none_ends_its_worker_before_it_has_failed_many(tmp_path, task):
     (tmp_path / "python-pytest.sif").write_text("no image")
     broken = varied(Apptainer, executable="false")(images=str(tmp_path))
     sick = WatchedSandboxes(broken)
@@ -101,7 +98,7 @@ def test_a_node_that_opens_none_ends_its_worker_before_it_has_failed_many(tmp_pa
         pass
 
 
-def test_a_broken_image_of_one_task_does_not_make_the_node_sick(tmp_path: Path, task):
+def test_a_broken_image_of_one_task_does_not_make_the_node_sick(tmp_path, task):
     class Mostly(Process):
         def open(self, task):
             raise SandboxError("this image is broken")
@@ -114,7 +111,7 @@ def test_a_broken_image_of_one_task_does_not_make_the_node_sick(tmp_path: Path, 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give files to somebody else")
-def test_an_unpacked_image_of_somebody_else_is_passed_over(tmp_path: Path):
+def test_an_unpacked_image_of_somebody_else_is_passed_over(tmp_path):
     (tmp_path / "i").mkdir()
     (tmp_path / "i.sif").touch()
     sandboxes = Apptainer(images=str(tmp_path))

@@ -1,7 +1,5 @@
 """What is in a sandbox cannot see, reach or outlive anything outside it."""
 
-import os
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,12 +29,7 @@ def out(sandbox: Sandbox, command: str) -> str:
     return sandbox.run(command, 20).output.strip()
 
 
-def test_the_task_s_files_lie_in_the_work_directory(sandbox: Sandbox):
-    assert out(sandbox, "pwd; cat mod.py deep/er/data.txt") == "/testbed/here\nx = 1\ndata"
-    assert sandbox.paths() == ["deep/er/data.txt", "mod.py"]
-
-
-def test_all_namespaces_are_its_own(sandbox: Sandbox, sibling: Sandbox):
+def test_all_namespaces_are_its_own(sandbox, sibling):
     kinds = ("user", "pid", "mnt", "net", "ipc", "uts")
     command = "readlink " + " ".join(f"/proc/self/ns/{kind}" for kind in kinds)
     host = {str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in kinds}
@@ -46,7 +39,7 @@ def test_all_namespaces_are_its_own(sandbox: Sandbox, sibling: Sandbox):
     assert not (mine | theirs) & host
 
 
-def test_it_has_no_capability_and_gets_none(sandbox: Sandbox):
+def test_it_has_no_capability_and_gets_none(sandbox):
     status = out(sandbox, "grep -E 'Cap(Inh|Prm|Eff|Bnd|Amb)|NoNewPrivs' /proc/self/status")
     assert [int(line.split()[1], 16) for line in status.splitlines()] == [0, 0, 0, 0, 0, 1]
 
@@ -79,11 +72,11 @@ def test_it_has_no_capability_and_gets_none(sandbox: Sandbox):
         "cat /proc/1/mem",
     ],
 )
-def test_what_needs_rights_is_refused(sandbox: Sandbox, command: str):
+def test_what_needs_rights_is_refused(sandbox, command):
     assert sandbox.run(command, 20).exit_code != 0
 
 
-def test_no_host_file_or_variable_is_visible(apptainer: Apptainer, task: Task, tmp_path: Path, monkeypatch):
+def test_no_host_file_or_variable_is_visible(apptainer, task, tmp_path, monkeypatch):
     (tmp_path / "secret").write_text("host")
     for name in (
         "HPC_SWE_TEST",
@@ -107,32 +100,7 @@ def test_no_host_file_or_variable_is_visible(apptainer: Apptainer, task: Task, t
         assert word not in seen
 
 
-def test_there_is_no_network_but_loopback(sandbox: Sandbox):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        connect = f"import socket; socket.create_connection(('127.0.0.1', {port}), 2)"
-        assert sandbox.python(connect, 20).exit_code == 1
-    assert (
-        "unreachable"
-        in sandbox.python("import socket; socket.create_connection(('1.1.1.1', 80), 2)", 20).output
-    )
-    own = (
-        "import socket\ns = socket.create_server(('127.0.0.1', 0))\n"
-        "socket.create_connection(s.getsockname())\nprint('ok')"
-    )
-    assert sandbox.python(own, 20).output == "ok\n"
-
-
-def test_an_abstract_socket_of_the_host_cannot_be_reached(sandbox: Sandbox):
-    with socket.socket(socket.AF_UNIX) as server:
-        name = f"hpc_swe_test-{os.getpid()}"
-        server.bind(f"\0{name}")
-        server.listen()
-        connect = f"import socket; s = socket.socket(socket.AF_UNIX); s.connect(chr(0) + {name!r})"
-        assert sandbox.python(connect, 20).exit_code == 1
-
-
-def test_siblings_share_no_file_memory_or_process(sandbox: Sandbox, sibling: Sandbox):
+def test_siblings_share_no_file_memory_or_process(sandbox, sibling):
     places = "/tmp/x /dev/shm/x /var/tmp/x /testbed/here/x /etc/x /opt/x /srv/x"
     assert (
         sandbox.run(f"for p in {places}; do echo mine > $p || exit 1; done; rm -r /usr/share", 20).exit_code
@@ -146,7 +114,7 @@ def test_siblings_share_no_file_memory_or_process(sandbox: Sandbox, sibling: San
     busy.join()
 
 
-def test_a_second_sandbox_starts_from_the_untouched_image(apptainer: Apptainer, task: Task):
+def test_a_second_sandbox_starts_from_the_untouched_image(apptainer, task):
     with apptainer.open(task) as first:
         first.run("rm -rf /usr/bin /etc; echo gone", 20)
         assert first.run("ls", 20).exit_code != 0
@@ -154,13 +122,13 @@ def test_a_second_sandbox_starts_from_the_untouched_image(apptainer: Apptainer, 
         assert second.run("ls /usr/bin/python3 /etc/passwd", 20).exit_code == 0
 
 
-def test_nothing_of_a_command_is_left_when_it_is_answered(sandbox: Sandbox):
+def test_nothing_of_a_command_is_left_when_it_is_answered(sandbox):
     nasty = "trap '' TERM INT HUP; (setsid sleep 1000 &); setsid nohup sleep 1000 & disown; echo started"
     assert out(sandbox, nasty) == "started"
     assert "sleep" not in out(sandbox, "ps ax")
 
 
-def test_a_command_sees_no_descriptor_of_ours(sandbox: Sandbox):
+def test_a_command_sees_no_descriptor_of_ours(sandbox):
     program = """
 import os
 print(*(os.readlink(f'/proc/self/fd/{number}') for number in (0, 1, 2)), len(os.listdir('/proc/self/fd')))
@@ -170,7 +138,7 @@ print(*(os.readlink(f'/proc/self/fd/{number}') for number in (0, 1, 2)), len(os.
 
 
 @pytest.mark.parametrize("kind", [Apptainer, Apart])
-def test_every_kind_of_image_and_container_behaves_the_same(images: str, task: Task, kind: type[Apptainer]):
+def test_every_kind_of_image_and_container_behaves_the_same(images, task, kind):
     with kind(images=images).open(task) as sandbox:
         assert out(sandbox, "cat mod.py") == "x = 1"
         assert out(sandbox, "rm -r /usr/share; mv /etc /moved; ls /usr/share /etc 2>&1 | wc -l") == "2"

@@ -53,13 +53,13 @@ print("end")
 
 
 @pytest.mark.parametrize("take", TAKES.values(), ids=TAKES)
-def test_who_takes_much_of_the_kernel_or_locks_what_others_use_is_killed(sandbox: Sandbox, take: str):
+def test_who_takes_much_of_the_kernel_or_locks_what_others_use_is_killed(sandbox, take):
     result = ends(sandbox, take)
     assert (result.exit_code, result.timed_out, result.broke_sandbox) == (137, False, False), result.output
     assert sandbox.run("echo alive", 60).output == "alive\n"
 
 
-def test_a_lock_in_a_sandbox_is_gone_from_the_host_within_moments(sandbox: Sandbox):
+def test_a_lock_in_a_sandbox_is_gone_from_the_host_within_moments(sandbox):
     assert ends(sandbox, TAKES["a lock of a device"]).exit_code == 137
     with Path("/dev/null").open("w") as null:
         fcntl.flock(null, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -73,11 +73,11 @@ def test_a_lock_in_a_sandbox_is_gone_from_the_host_within_moments(sandbox: Sandb
         "files = [open('own') for _ in range(900)] + [os.pipe() for _ in range(100)]",
     ],
 )
-def test_locks_and_files_of_ordinary_programs_are_left_alone(sandbox: Sandbox, take: str):
+def test_locks_and_files_of_ordinary_programs_are_left_alone(sandbox, take):
     assert ends(sandbox, take, 1.2).output == "end\n"
 
 
-def test_calls_that_reach_the_whole_host_are_refused(sandbox: Sandbox):
+def test_calls_that_reach_the_whole_host_are_refused(sandbox):
     program = """
 import ctypes, fcntl, os, struct
 libc = ctypes.CDLL(None, use_errno=True)
@@ -96,7 +96,7 @@ os.fsync(own)
     assert sandbox.run("sync; echo $?", 600).output.endswith("0\n")
 
 
-def test_a_process_may_have_any_name(sandbox: Sandbox):
+def test_a_process_may_have_any_name(sandbox):
     program = """
 import ctypes, sys, time
 libc = ctypes.CDLL(None)
@@ -120,7 +120,7 @@ def test_a_name_hides_from_the_host_no_number_of_a_process():
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers of calls are those of x86-64")
-def test_high_bits_which_the_kernel_ignores_evade_no_refusal(sandbox: Sandbox):
+def test_high_bits_which_the_kernel_ignores_evade_no_refusal(sandbox):
     program = """
 import ctypes, mmap, os, struct
 libc = ctypes.CDLL(None, use_errno=True)

@@ -22,14 +22,14 @@ def sandbox(apptainer: Apptainer, task: Task) -> Iterator[Sandbox]:
         assert opened.run("echo alive", 20).output == "alive\n"
 
 
-def test_a_fork_bomb_ends_with_its_command(sandbox: Sandbox):
+def test_a_fork_bomb_ends_with_its_command(sandbox):
     result = sandbox.run("bomb() { bomb | bomb & }; bomb; sleep 2; echo end", 20)
     assert not result.broke_sandbox
     count = "import os; print(len([p for p in os.listdir('/proc') if p.isdigit()]))"
     assert int(sandbox.python(count, 20).output) <= 3
 
 
-def test_processes_are_limited(sandbox: Sandbox):
+def test_processes_are_limited(sandbox):
     count = """
 import os, time
 made = 0
@@ -44,11 +44,11 @@ except OSError:
     assert int(sandbox.python(count, 20).output) < 64 + 300
 
 
-def test_a_memory_bomb_ends_with_its_command(sandbox: Sandbox):
+def test_a_memory_bomb_ends_with_its_command(sandbox):
     assert "MemoryError" in sandbox.python("x = bytearray(4 << 30)", 20).output
 
 
-def test_the_memory_of_all_processes_together_has_a_bound(apptainer: Apptainer, task: Task):
+def test_the_memory_of_all_processes_together_has_a_bound(apptainer, task):
     """Each of them stays below its own."""
     hog = """
 import os, time
@@ -80,12 +80,12 @@ time.sleep(60)
         "fcntl(os.pipe()[0], 1031, 1 << 20)",  # larger pipes
     ],
 )
-def test_memory_that_no_limit_counts_is_not_to_be_had(sandbox: Sandbox, call: str):
+def test_memory_that_no_limit_counts_is_not_to_be_had(sandbox, call):
     program = f"import ctypes, os; raise SystemExit(int(ctypes.CDLL(None).{call} >= 0))"
     assert sandbox.python(program, 20).exit_code == 0
 
 
-def test_ordinary_programs_miss_nothing_of_what_is_refused(sandbox: Sandbox):
+def test_ordinary_programs_miss_nothing_of_what_is_refused(sandbox):
     pools = """
 import ctypes, multiprocessing as m, os, tempfile
 from concurrent.futures import ProcessPoolExecutor
@@ -109,7 +109,7 @@ if __name__ == "__main__":
     assert sandbox.run(f"{commit}; {pipes}", 50).output == "x\n"
 
 
-def test_files_watches_cores_and_signals_have_bounds(sandbox: Sandbox):
+def test_files_watches_cores_and_signals_have_bounds(sandbox):
     count = """
 import ctypes, os, resource
 libc = ctypes.CDLL(None)
@@ -124,7 +124,7 @@ print(watches <= 64, files <= 4096, resource.getrlimit(resource.RLIMIT_CORE), os
     assert sandbox.python(count, 20).output == "True True (1, 1) True\n"
 
 
-def test_a_full_disk_is_the_command_s_error_and_the_tools_say_so(sandbox: Sandbox):
+def test_a_full_disk_is_the_command_s_error_and_the_tools_say_so(sandbox):
     fill = "for i in $(seq 10); do head -c 7M /dev/zero > f$i; done"
     assert "No space left" in sandbox.run(fill, 20).output
     with pytest.raises(OSError, match="No space left"):
@@ -134,7 +134,7 @@ def test_a_full_disk_is_the_command_s_error_and_the_tools_say_so(sandbox: Sandbo
     assert sandbox.read("new") == b"x"
 
 
-def test_a_large_file_and_endless_output_are_cut(sandbox: Sandbox):
+def test_a_large_file_and_endless_output_are_cut(sandbox):
     assert sandbox.run("exec head -c 9M /dev/zero > big", 20).exit_code == 153
     result = sandbox.run("exec yes", 20)
     assert result.exit_code == 153
@@ -145,12 +145,12 @@ def test_a_large_file_and_endless_output_are_cut(sandbox: Sandbox):
         sandbox.read("big")
 
 
-def test_time_ends_everything_at_work(sandbox: Sandbox):
+def test_time_ends_everything_at_work(sandbox):
     result = sandbox.run("trap '' TERM; setsid sleep 50 & sleep 50", 0.3)
     assert (result.timed_out, result.exit_code, result.broke_sandbox) == (True, 137, False)
 
 
-def test_a_command_whose_end_a_tracer_hides_ends_all_the_same(sandbox: Sandbox):
+def test_a_command_whose_end_a_tracer_hides_ends_all_the_same(sandbox):
     """The kernel shows the end of a traced process to its tracer alone, as long as that lives."""
     program = """
 import ctypes, os, sys, time
@@ -170,16 +170,16 @@ sys.exit(3)
 
 
 @pytest.mark.parametrize("command", ["kill -9 -1", "kill -9 1", "kill -STOP -1", "kill -9 $PPID", "exit 137"])
-def test_killing_about_harms_nobody_else(sandbox: Sandbox, command: str):
+def test_killing_about_harms_nobody_else(sandbox, command):
     assert not sandbox.run(f"{command}; sleep 0.1", 2).broke_sandbox
 
 
-def test_the_first_process_cannot_be_traced(sandbox: Sandbox):
+def test_the_first_process_cannot_be_traced(sandbox):
     attach = "import ctypes; print(ctypes.CDLL(None).ptrace(16, 1, 0, 0))"
     assert sandbox.python(attach, 20).output == "-1\n"
 
 
-def test_a_program_may_do_all_that_python_does(sandbox: Sandbox):
+def test_a_program_may_do_all_that_python_does(sandbox):
     program = "import sys, multiprocessing\nprint(__name__, sys.argv, sys.path[0] != '')\nraise SystemExit(7)"
     result = sandbox.python(program, 20)
     assert (result.output, result.exit_code) == ("__main__ [''] True\n", 7)

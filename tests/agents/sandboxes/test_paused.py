@@ -84,7 +84,7 @@ def sandbox(apptainer: Apptainer, task: Task) -> Iterator[Sandbox]:
 
 
 @pytest.mark.parametrize("escape", ESCAPES)
-def test_nothing_of_a_session_goes_on_between_its_messages(sandbox: Sandbox, escape: str):
+def test_nothing_of_a_session_goes_on_between_its_messages(sandbox, escape):
     sandbox.write("alive", b"")
     with sandbox.session(ANSWERS + ESCAPES[escape]) as session:
         assert session.ask(b"", 60) == b"ok"

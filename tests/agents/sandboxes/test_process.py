@@ -29,7 +29,7 @@ def test_it_says_once_and_loudly_that_it_isolates_nothing(task, caplog):
     assert [r.message.partition(":")[0] for r in caplog.records] == ["unisolated"]
 
 
-def test_commands_programs_and_files(task, tmp_path: Path):
+def test_commands_programs_and_files(task, tmp_path):
     with varied(Process, scratch=str(tmp_path))().open(task) as sandbox:
         assert sandbox.run("cat mod.py; echo err >&2; exit 3", 10).output == "x = 1\nerr\n"
         assert sandbox.run("exit 3", 10).exit_code == 3
@@ -102,7 +102,7 @@ def test_a_reaper_that_its_command_has_stopped_is_killed(task):
         until(lambda: not Path(f"/proc/{result.output.strip()}").exists(), "the reaper's end")
 
 
-def test_a_command_is_started_again_when_the_interpreter_dies(task, tmp_path: Path):
+def test_a_command_is_started_again_when_the_interpreter_dies(task, tmp_path):
     with varied(Process, scratch=str(tmp_path))().open(task) as sandbox, ThreadPoolExecutor() as pool:
         long = pool.submit(sandbox.run, "while [ ! -e done ]; do sleep 0.1; done", 600)
         until(lambda: _below(tmp_path), "a command whose reaper goes on")
@@ -115,7 +115,7 @@ def test_a_command_is_started_again_when_the_interpreter_dies(task, tmp_path: Pa
         assert long.result(60).exit_code == 0
 
 
-def test_a_plugin_that_cannot_be_loaded_spares_those_after_it(tmp_path: Path):
+def test_a_plugin_that_cannot_be_loaded_spares_those_after_it(tmp_path):
     for name, text in (("broken", "raise OSError('no such library')"), ("useful", "")):
         (tmp_path / f"{name}_1.py").write_text(text)
         (tmp_path / f"{name}-1.dist-info").mkdir()
@@ -139,7 +139,7 @@ def test_an_interpreter_that_has_ended_is_replaced(task):
 
 
 @pytest.mark.parametrize("does", ["pass", "os.kill(os.getppid(), 19)"], ids=["goes on", "stops its reaper"])
-def test_programs_end_when_the_process_of_their_sandbox_dies(task, tmp_path: Path, does: str):
+def test_programs_end_when_the_process_of_their_sandbox_dies(task, tmp_path, does):
     starts = f"""
 from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.base.records import Task, TestPlan

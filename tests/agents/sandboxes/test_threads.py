@@ -11,7 +11,6 @@ from hpc_swe.agents.sandboxes._session import Limits
 from hpc_swe.agents.sandboxes.apptainer import Apptainer
 from hpc_swe.agents.sandboxes.base import Sandboxes
 from hpc_swe.agents.sandboxes.process import Process
-from hpc_swe.base.records import Task
 from tests.kit.constants import varied
 
 PACKAGES = "/opt/packages"
@@ -38,7 +37,7 @@ def made(kind: str, threads: int, request: pytest.FixtureRequest) -> Sandboxes:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_numpy_starts_as_many_threads_as_it_may(kind: str, threads: int, task: Task, request):
+def test_numpy_starts_as_many_threads_as_it_may(kind, threads, task, request):
     """In programs, which forks of a warm interpreter run, in shells, and in what these start."""
     with made(kind, threads, request).open(task) as sandbox:
         if kind == "apptainer" and not sandbox.run("python3 -V", 60).output.startswith(

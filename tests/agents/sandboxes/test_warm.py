@@ -70,7 +70,6 @@ def test_twelve_images_in_four_threads_all_answer_and_few_containers_idle(many, 
     random.shuffle(numbers)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(play, numbers))
-    print("most containers at once:", max(most))
     assert max(most) <= 4 + 2  # in use, or just being ended by who used it, and idle
     assert len(containers(many)) <= 2
 

@@ -80,7 +80,7 @@ def test_read_only_files_are_shown_as_such_and_not_changed():
         ("# a\n\n/\n!", "a", False),
     ],
 )
-def test_patterns_are_read_as_git_reads_them(patterns: str, path: str, expected: bool):
+def test_patterns_are_read_as_git_reads_them(patterns, path, expected):
     assert matches(patterns, path) is expected
 
 
@@ -137,5 +137,5 @@ OLD = ["a\n", "b\n", "c\n", "d\n", "e\n"]
         (0, ["q\n"], 0),
     ],
 )
-def test_a_breakpoint_follows_its_line(line: int, new: list[str], expected: int | None):
+def test_a_breakpoint_follows_its_line(line, new, expected):
     assert moved_line(line, OLD, new) == expected

@@ -35,7 +35,7 @@ def use(sandbox: Sandbox, name: str, /, **arguments: object) -> str:
 
 @pytest.mark.parametrize("wreck", WRECKS)
 @pytest.mark.slow
-def test_what_an_agent_does_to_its_container_is_its_own_loss(wreck: str) -> None:
+def test_what_an_agent_does_to_its_container_is_its_own_loss(wreck):
     require_apptainer()
     sandboxes = Apptainer(images=str(IMAGES))
     with sandboxes.open(TASK) as sandbox:

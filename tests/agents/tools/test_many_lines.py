@@ -48,7 +48,7 @@ def peak(act) -> int:
 
 
 @pytest.mark.parametrize("kind", TEXTS)
-def test_a_tool_takes_memory_for_the_text_and_not_for_its_lines(sandbox: Sandbox, kind: str):
+def test_a_tool_takes_memory_for_the_text_and_not_for_its_lines(sandbox, kind):
     of = task()
     tools = Session(sandbox, None, of)
     for call, arguments in CALLS.items():
@@ -60,7 +60,7 @@ def test_a_tool_takes_memory_for_the_text_and_not_for_its_lines(sandbox: Sandbox
 @pytest.mark.parametrize(
     "text", ["", "\n", "a", "a\n", "a\nb", "\n\n", "\n" * 9000 + "b", "a\r\n\fb\n" * 5000]
 )
-def test_lines_are_found_where_a_list_of_them_has_them(text: str):
+def test_lines_are_found_where_a_list_of_them_has_them(text):
     *lines, last = text.split("\n")
     lines = [f"{line}\n" for line in lines] + ([last] if last else [])
     assert count_lines(text) == len(lines)

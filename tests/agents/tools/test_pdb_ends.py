@@ -36,7 +36,7 @@ def alive() -> dict[int, str | None]:
     return {pid: found[pid] for pid, text in texts.items() if b"apptainer" not in text.lower()}
 
 
-def test_the_seconds_of_all_calls_bound_a_session_s_calls(kind: str):
+def test_the_seconds_of_all_calls_bound_a_session_s_calls(kind):
     of = task(spin="import re\nwhile True:\n    pass\n")
     agent = ToolAgent(tools=({"type": "pdb", "timeout_s": 1000.0, "grace_s": 1000.0},), tool_budget_s=2.0)
     with made(kind).open(of) as sandbox:
@@ -48,7 +48,7 @@ def test_the_seconds_of_all_calls_bound_a_session_s_calls(kind: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["submit", "turns", "error"])
-def test_a_session_ends_with_the_agent_and_before_its_patch_is_taken(kind: str, end: str):
+def test_a_session_ends_with_the_agent_and_before_its_patch_is_taken(kind, end):
     of = task(spin=SPIN)
     agent = ToolAgent(
         tools=({"type": "pdb", "timeout_s": 2.0, "grace_s": 5.0}, "submit"),
@@ -69,7 +69,7 @@ def test_a_session_ends_with_the_agent_and_before_its_patch_is_taken(kind: str, 
             assert "pid" not in sandbox.paths() or start_time(int(sandbox.read("pid"))) is None
 
 
-def test_a_session_that_is_left_open_ends_with_its_sandbox(kind: str):
+def test_a_session_that_is_left_open_ends_with_its_sandbox(kind):
     of = task(spin=SPIN)
     before = set(alive())
     with session(made(kind), of) as debug:
@@ -80,7 +80,7 @@ def test_a_session_that_is_left_open_ends_with_its_sandbox(kind: str):
 
 
 @pytest.mark.parametrize("state", ["waits", "runs"])
-def test_a_session_ends_when_its_worker_is_killed(kind: str, state: str, tmp_path: Path):
+def test_a_session_ends_when_its_worker_is_killed(kind, state, tmp_path):
     line = [sys.executable, "-m", "tests.kit.debugging", kind, *(["run"] if state == "runs" else [])]
     environment = checkout.environment(TMPDIR=str(tmp_path))
     worker = subprocess.Popen(line, stdout=subprocess.PIPE, env=environment, text=True)

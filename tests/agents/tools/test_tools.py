@@ -49,7 +49,7 @@ def use(sandbox: Sandbox, name: str, /, **arguments: object) -> str:
     return invoke(load("tools", {"type": name}), json.dumps(arguments), sandbox, TASK)
 
 
-def test_view_numbers_lines_from_one(sandbox: Sandbox):
+def test_view_numbers_lines_from_one(sandbox):
     assert use(sandbox, "view", path="mod.py") == "1:def add(a, b):\n2:    return a - b - b"
     assert use(sandbox, "view", path="/testbed/mod.py", start=2) == "2:    return a - b - b"
     assert use(sandbox, "view", path="mod.py", start="1", end="1") == "1:def add(a, b):"
@@ -57,35 +57,35 @@ def test_view_numbers_lines_from_one(sandbox: Sandbox):
     assert invoke(short, '{"path": "mod.py"}', sandbox, TASK) == "1:def add(a, b):\n... 2 lines in all"
 
 
-def test_replace_changes_the_first_occurrence_in_its_line_only(sandbox: Sandbox):
+def test_replace_changes_the_first_occurrence_in_its_line_only(sandbox):
     assert use(sandbox, "replace", path="mod.py", line=2, old="-", new="+") == "ok"
     assert sandbox.read("mod.py").decode() == "def add(a, b):\n    return a + b - b\n"
     assert use(sandbox, "replace", path="no_end.txt", line=2, old="b", new="c") == "ok"
     assert sandbox.read("no_end.txt") == b"a\nc"
 
 
-def test_rewrite_makes_a_new_file(sandbox: Sandbox):
+def test_rewrite_makes_a_new_file(sandbox):
     assert use(sandbox, "rewrite", path="new/file.py", start=1, end=0, new_code="x = 1") == "ok"
     assert sandbox.read("new/file.py") == b"x = 1\n"
     assert use(sandbox, "rewrite", path="no_end.txt", start=3, end=2, new_code="c") == "ok"
     assert sandbox.read("no_end.txt") == b"a\nb\nc\n"
 
 
-def test_evaluate_runs_the_visible_tests_only(sandbox: Sandbox):
+def test_evaluate_runs_the_visible_tests_only(sandbox):
     sandbox.write("test_hidden.py", b"def test_1(): assert False\n")
     assert "1 failed" in use(sandbox, "evaluate")
     use(sandbox, "rewrite", path="mod.py", start=2, end=2, new_code="    return a + b")
     assert "1 passed" in use(sandbox, "evaluate")
 
 
-def test_evaluate_names_the_failing_line_and_no_plugins(sandbox: Sandbox):
+def test_evaluate_names_the_failing_line_and_no_plugins(sandbox):
     sandbox.write("pytest.ini", b"[pytest]\nfilterwarnings = error\n")
     told = use(sandbox, "evaluate")
     assert "test_mod.py:" in told, told
     assert "Warning" not in told, told
 
 
-def test_evaluate_has_a_limit_and_tells_a_broken_sandbox(sandbox: Sandbox):
+def test_evaluate_has_a_limit_and_tells_a_broken_sandbox(sandbox):
     sandbox.write("mod.py", b"while True: pass\n")
     slow = load("tools", {"type": "evaluate", "timeout_s": 0.5})
     assert invoke(slow, "", sandbox, TASK) == "The tests ran longer than 0.5 s."
@@ -99,7 +99,7 @@ def test_evaluate_has_a_limit_and_tells_a_broken_sandbox(sandbox: Sandbox):
 
 
 @pytest.mark.slow
-def test_bash_shows_both_outputs_and_how_it_ended(sandbox: Sandbox):
+def test_bash_shows_both_outputs_and_how_it_ended(sandbox):
     assert use(sandbox, "bash", command="echo out; echo err >&2; exit 3") == "out\nerr\n[exit code 3]"
     assert use(sandbox, "bash", command="true") == "[exit code 0]"
     assert use(sandbox, "bash", command="cat mod.py") == f"{SOURCE}[exit code 0]"
@@ -107,7 +107,7 @@ def test_bash_shows_both_outputs_and_how_it_ended(sandbox: Sandbox):
     assert late == "early\n[stopped after 5 s]"
 
 
-def test_every_bash_is_a_fresh_one_and_says_so(sandbox: Sandbox):
+def test_every_bash_is_a_fresh_one_and_says_so(sandbox):
     use(sandbox, "bash", command="sleep 60 & echo $! > pid; export SEEN=1; cd /")
     seen = use(
         sandbox,
@@ -119,7 +119,7 @@ def test_every_bash_is_a_fresh_one_and_says_so(sandbox: Sandbox):
     assert "fresh" in schema(load("tools", {"type": "bash"})).description
 
 
-def test_a_flood_is_cut_in_the_middle_and_says_by_how_much(sandbox: Sandbox):
+def test_a_flood_is_cut_in_the_middle_and_says_by_how_much(sandbox):
     short = load("tools", {"type": "bash", "most_chars": 100})
     flood = invoke(short, '{"command": "echo begin; yes | head -c 20000; echo end"}', sandbox, TASK)
     begin, rest = flood.split("\n[... at least ")
@@ -137,7 +137,7 @@ head -c 300000 /dev/zero | tr '\0' x > long; echo return >> long; chmod 000 pkg/
 """
 
 
-def test_grep_numbers_lines_by_file_and_minds_nothing_that_lies_about(sandbox: Sandbox):
+def test_grep_numbers_lines_by_file_and_minds_nothing_that_lies_about(sandbox):
     sandbox.run(HOSTILE, 10.0)
     found = use(sandbox, "grep", pattern="^ *return|x{9}").split("\n")
     assert found[:6] == [
@@ -155,7 +155,7 @@ def test_grep_numbers_lines_by_file_and_minds_nothing_that_lies_about(sandbox: S
 
 
 @pytest.mark.slow
-def test_grep_finds_only_so_much_and_searches_only_so_long(sandbox: Sandbox):
+def test_grep_finds_only_so_much_and_searches_only_so_long(sandbox):
     sandbox.write("many", b"a\n" * 5000)
     few = load("tools", {"type": "grep", "most_matches": 3, "timeout_s": 5.0})
     answer = invoke(few, '{"pattern": "^a$"}', sandbox, TASK).split("\n")
@@ -168,7 +168,7 @@ def test_grep_finds_only_so_much_and_searches_only_so_long(sandbox: Sandbox):
         invoke(few, '{"pattern": "(a+)+$", "path": "slow"}', sandbox, TASK)
 
 
-def test_edit_replaces_the_one_occurrence(sandbox: Sandbox):
+def test_edit_replaces_the_one_occurrence(sandbox):
     assert use(sandbox, "edit", path="mod.py", old="a - b - b\n", new="a + b\n") == "ok"
     assert sandbox.read("mod.py").decode() == "def add(a, b):\n    return a + b\n"
     assert use(sandbox, "edit", path="/testbed/new/file.py", old="", new="x = 1\n") == "ok"
@@ -190,13 +190,13 @@ def test_edit_replaces_the_one_occurrence(sandbox: Sandbox):
         ("a\nb\r\nc", "c", "x\ny", "a\nb\r\nx\r\ny"),
     ],
 )
-def test_an_edit_keeps_line_ends_that_view_does_not_show(sandbox: Sandbox, text, old, new, result):
+def test_an_edit_keeps_line_ends_that_view_does_not_show(sandbox, text, old, new, result):
     sandbox.write("ends.txt", text.encode())
     assert use(sandbox, "edit", path="ends.txt", old=old, new=new) == "ok"
     assert sandbox.read("ends.txt").decode() == result
 
 
-def test_replace_writes_the_line_ends_of_its_line(sandbox: Sandbox):
+def test_replace_writes_the_line_ends_of_its_line(sandbox):
     sandbox.write("ends.txt", b"a\r\nb\nc")
     for line, old in ((1, "a"), (3, "b"), (5, "c")):
         assert use(sandbox, "replace", path="ends.txt", line=line, old=old, new="x\ny") == "ok"
@@ -206,7 +206,7 @@ def test_replace_writes_the_line_ends_of_its_line(sandbox: Sandbox):
 @pytest.mark.parametrize(
     "text", ["a: \r\n\tb \r\n\r\nc\r\n", "a: \n\tb \n\x0c\nc\n", "a\rb\n c\n", "a\n b\r"]
 )
-def test_what_view_shows_is_rewritten_and_edited_as_it_stood(sandbox: Sandbox, text):
+def test_what_view_shows_is_rewritten_and_edited_as_it_stood(sandbox, text):
     sandbox.write("ends.txt", text.encode())
     seen = [line.partition(":")[2] for line in use(sandbox, "view", path="ends.txt").split("\n")]
     found = use(sandbox, "grep", pattern="", path="ends.txt").split("\n")[1:]
@@ -221,7 +221,7 @@ def test_what_view_shows_is_rewritten_and_edited_as_it_stood(sandbox: Sandbox, t
     assert sandbox.read("ends.txt").decode() == text
 
 
-def test_rewrite_writes_the_line_ends_of_its_neighbours(sandbox: Sandbox):
+def test_rewrite_writes_the_line_ends_of_its_neighbours(sandbox):
     sandbox.write("ends.txt", b"a\r\nb")
     for line, new in ((3, "c\nd"), (1, "x"), (5, "y\r\nz"), (5, "\n")):
         assert use(sandbox, "rewrite", path="ends.txt", start=line, end=line - 1, new_code=new) == "ok"
@@ -247,7 +247,7 @@ def test_rewrite_writes_the_line_ends_of_its_neighbours(sandbox: Sandbox):
     ],
 )
 def test_rewrite_ends_lines_as_their_neighbours_and_the_file_as_it_was(
-    sandbox: Sandbox, text, start, end, new_code, result
+    sandbox, text, start, end, new_code, result
 ):
     sandbox.write("ends.txt", text.encode())
     assert use(sandbox, "rewrite", path="ends.txt", start=start, end=end, new_code=new_code) == "ok"
@@ -265,13 +265,13 @@ def test_rewrite_ends_lines_as_their_neighbours_and_the_file_as_it_was(
         ("a\r", "a", ["1:a\r"]),
     ],
 )
-def test_grep_matches_what_it_shows(sandbox: Sandbox, text, pattern, found):
+def test_grep_matches_what_it_shows(sandbox, text, pattern, found):
     sandbox.write("ends.txt", text.encode())
     answer = use(sandbox, "grep", pattern=pattern, path="ends.txt")
     assert answer == ("\n".join(["ends.txt", *found]) if found else "no match")
 
 
-def test_listdir_draws_files_to_a_depth(sandbox: Sandbox):
+def test_listdir_draws_files_to_a_depth(sandbox):
     sandbox.run(HOSTILE, 10.0)
     expected = ["binary", "latin", "long", "mod.py", "no_end.txt", "pkg/", "  sub/ (files: 1)", "test_mod.py"]
     assert use(sandbox, "listdir").split("\n") == [*expected, r"'two\nlines\udcff'"]
@@ -282,7 +282,7 @@ def test_listdir_draws_files_to_a_depth(sandbox: Sandbox):
 
 
 @pytest.mark.slow
-def test_a_flood_of_files_is_told_and_breaks_no_tool(sandbox: Sandbox):
+def test_a_flood_of_files_is_told_and_breaks_no_tool(sandbox):
     """The policy may make as many as it likes; what escaped as an error of the host would end the worker."""
     sandbox.run("mkdir -p f/deep z/y; touch z/y/own.py; cd f; seq 50001 | xargs touch; touch deep/er", 60.0)
     shown = ["f/ (files: not counted)", "mod.py", "no_end.txt", "test_mod.py", "z/ (files: 1)"]
@@ -296,7 +296,7 @@ def test_a_flood_of_files_is_told_and_breaks_no_tool(sandbox: Sandbox):
     assert use(sandbox, "grep", pattern="def add") == "mod.py\n1:def add(a, b):"
 
 
-def test_a_folder_that_cannot_be_listed_leaves_the_others_shown(sandbox: Sandbox):
+def test_a_folder_that_cannot_be_listed_leaves_the_others_shown(sandbox):
     sandbox.run("mkdir -p shut open; touch shut/a open/b; ln -s open link; ln -s /etc etc; mkdir empty", 10.0)
 
     class Shut(SandboxWrapper):
@@ -317,7 +317,7 @@ def test_a_folder_that_cannot_be_listed_leaves_the_others_shown(sandbox: Sandbox
             use(refusing, "listdir", depth=depth)
 
 
-def test_listdir_leads_out_of_no_folder_and_goes_only_so_deep(sandbox: Sandbox):
+def test_listdir_leads_out_of_no_folder_and_goes_only_so_deep(sandbox):
     sandbox.run("ln -s /etc out; p=$(seq -s/ 80); mkdir -p $p; touch $p/lost 1/2/near; mkdir .git", 10.0)
     sandbox.write(".git/config", b"")
     with pytest.raises(ToolError, match="Cannot list out: "):
@@ -330,14 +330,14 @@ def test_listdir_leads_out_of_no_folder_and_goes_only_so_deep(sandbox: Sandbox):
     assert use(sandbox, "listdir", path=".git") == "config"
 
 
-def test_an_empty_file_is_filled_by_an_edit_without_old(sandbox: Sandbox):
+def test_an_empty_file_is_filled_by_an_edit_without_old(sandbox):
     sandbox.write("pkg/__init__.py", b"")
     assert use(sandbox, "edit", path="pkg/__init__.py", old="", new="x = 1\n") == "ok"
     assert sandbox.read("pkg/__init__.py") == b"x = 1\n"
 
 
 @pytest.mark.parametrize("end", [0, -1, -7, 99])
-def test_view_goes_to_the_last_line_for_an_end_that_is_none(sandbox: Sandbox, end):
+def test_view_goes_to_the_last_line_for_an_end_that_is_none(sandbox, end):
     assert use(sandbox, "view", path="mod.py", start=1, end=end) == use(sandbox, "view", path="mod.py")
     assert use(sandbox, "view", path="mod.py", start=2, end=end) == "2:    return a - b - b"
     short = load("tools", {"type": "view", "most_lines": 1})
@@ -427,7 +427,7 @@ def test_visible_tests_are_those_that_both_command_and_task_name(command, visibl
         ("listdir", '{"path": "mod.py"}', "Cannot list mod.py: Not a directory"),
     ],
 )
-def test_a_wrong_call_is_told_to_the_policy(sandbox: Sandbox, name, arguments, complaint):
+def test_a_wrong_call_is_told_to_the_policy(sandbox, name, arguments, complaint):
     with pytest.raises(ToolError, match=complaint):
         invoke(load("tools", {"type": name}), arguments, sandbox, TASK)
 
@@ -475,7 +475,7 @@ def tree(folder: Path) -> Iterator[Tree]:
     opened.close()
 
 
-def test_links_are_not_followed(tree: Tree, folder: Path, outside: Path):
+def test_links_are_not_followed(tree, folder, outside):
     (folder / "file").symlink_to(outside / "secret")
     (folder / "dir").symlink_to(outside)
     (folder / "up").symlink_to("..")
@@ -489,7 +489,7 @@ def test_links_are_not_followed(tree: Tree, folder: Path, outside: Path):
     assert {path.name for path in outside.iterdir()} == {"secret"}
 
 
-def test_writing_replaces_a_link_and_never_what_it_points_to(tree: Tree, folder: Path, outside: Path):
+def test_writing_replaces_a_link_and_never_what_it_points_to(tree, folder, outside):
     (folder / "file").symlink_to(outside / "secret")
     os.link(outside / "secret", folder / "hard")
     for path in ("file", "hard"):
@@ -498,7 +498,7 @@ def test_writing_replaces_a_link_and_never_what_it_points_to(tree: Tree, folder:
     assert (outside / "secret").read_text() == "secret"
 
 
-def test_pipes_sockets_and_folders_are_no_files_and_never_block(tree: Tree, folder: Path):
+def test_pipes_sockets_and_folders_are_no_files_and_never_block(tree, folder):
     os.mkfifo(folder / "pipe")
     (folder / "dir").mkdir()
     with socket.socket(socket.AF_UNIX) as server:
@@ -517,7 +517,7 @@ def test_pipes_sockets_and_folders_are_no_files_and_never_block(tree: Tree, fold
     assert sorted(path.name for path in folder.iterdir()) == ["dir", "pipe", "socket"]
 
 
-def test_what_is_too_large_or_too_much_is_not_given_out(tree: Tree, folder: Path):
+def test_what_is_too_large_or_too_much_is_not_given_out(tree, folder):
     (folder / "big").write_bytes(b"x" * (READ_BYTES + 1))
     with pytest.raises(OSError, match=f"larger than {READ_BYTES}"):
         tree.read("big")
@@ -529,7 +529,7 @@ def test_what_is_too_large_or_too_much_is_not_given_out(tree: Tree, folder: Path
     assert tree.paths() == ["big"]
 
 
-def test_permissions_stay_but_no_set_user_id(tree: Tree, folder: Path):
+def test_permissions_stay_but_no_set_user_id(tree, folder):
     (folder / "run").write_text("#!/bin/sh\n")
     (folder / "run").chmod(0o4755)
     tree.write("run", b"#!/bin/bash\n")
@@ -537,9 +537,7 @@ def test_permissions_stay_but_no_set_user_id(tree: Tree, folder: Path):
 
 
 @pytest.mark.slow
-def test_a_folder_that_turns_into_a_link_under_the_hand_leads_nowhere(
-    tree: Tree, folder: Path, outside: Path
-):
+def test_a_folder_that_turns_into_a_link_under_the_hand_leads_nowhere(tree, folder, outside):
     (outside / "a").mkdir()
     (outside / "a" / "f").write_text("secret")
     (folder / "real" / "a").mkdir(parents=True)
@@ -582,7 +580,7 @@ ODD = {"string": WORDS | st.text(max_size=20).filter(lambda text: "/" not in tex
 @given(
     data=st.data(), name=st.sampled_from(["view", "replace", "rewrite", "edit", "grep", "listdir", "bash"])
 )
-def test_no_argument_gets_past_a_tool_as_anything_but_its_answer(sandbox: Sandbox, data, name):
+def test_no_argument_gets_past_a_tool_as_anything_but_its_answer(sandbox, data, name):
     """Whatever else escaped would end the worker instead of the call."""
     known = schema(load("tools", {"type": name})).parameters["properties"]
     arguments = {key: data.draw(ODD.get(value["type"], NUMBERS)) for key, value in known.items()}

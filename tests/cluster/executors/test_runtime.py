@@ -82,7 +82,7 @@ def start(shared: Shared, node: Path, runtime: Path | None, program: str = PROGR
         return Started(done.stdout.split(), sum(f"{shared.root}/" in line for line in file))
 
 
-def test_a_job_imports_from_its_node_after_the_first_has_unpacked(shared: Shared, tmp_path: Path) -> None:
+def test_a_job_imports_from_its_node_after_the_first_has_unpacked(shared, tmp_path):
     before = start(shared, tmp_path / "node0", None)
     first = start(shared, tmp_path / "node1", shared.file)
     second = start(shared, tmp_path / "node1", shared.file)
@@ -93,7 +93,7 @@ def test_a_job_imports_from_its_node_after_the_first_has_unpacked(shared: Shared
     assert max(first.calls, second.calls) <= UNPACKED < before.calls / 20
 
 
-def test_jobs_that_start_at_once_unpack_once_and_old_copies_go(shared: Shared, tmp_path: Path) -> None:
+def test_jobs_that_start_at_once_unpack_once_and_old_copies_go(shared, tmp_path):
     node = tmp_path / "node"
     node.mkdir()
     script = shared.code / "hpc_swe/cluster/executors/runtime.sh"
@@ -121,7 +121,7 @@ def test_jobs_that_start_at_once_unpack_once_and_old_copies_go(shared: Shared, t
     assert not held.exists()
 
 
-def test_scripts_of_the_environment_run_the_python_beside_them(shared: Shared, tmp_path: Path) -> None:
+def test_scripts_of_the_environment_run_the_python_beside_them(shared, tmp_path):
     line = f". {shared.code}/hpc_swe/cluster/executors/runtime.sh {shared.file} {shared.code}"
     line += '; exec "$(dirname "$python")/hello"'
     environ = {"PATH": os.environ["PATH"], "TMPDIR": str(tmp_path)}
@@ -129,7 +129,7 @@ def test_scripts_of_the_environment_run_the_python_beside_them(shared: Shared, t
     assert done.stdout.startswith(str(tmp_path)), done.stderr
 
 
-def test_a_link_of_somebody_else_is_no_folder_of_this_user(shared: Shared, tmp_path: Path) -> None:
+def test_a_link_of_somebody_else_is_no_folder_of_this_user(shared, tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "work.lock").touch()
@@ -142,7 +142,7 @@ def test_a_link_of_somebody_else_is_no_folder_of_this_user(shared: Shared, tmp_p
     assert "is not a folder of this user" in done.stderr
 
 
-def test_a_start_refuses_a_file_that_is_not_there(shared: Shared, tmp_path: Path) -> None:
+def test_a_start_refuses_a_file_that_is_not_there(shared, tmp_path):
     submission = Submission("demo-1", "rollout", 1, 1, 1, ["python"])
     Local(runtime=str(shared.file)).check(submission)
     with pytest.raises(ConfigError, match="runtime = .*gone': no such file; containers/build_runtime.sh"):

@@ -8,7 +8,9 @@ import pytest
 from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.base.records import TestPlan
 from hpc_swe.tasks.graders._exam import Exam
+from hpc_swe.tasks.graders.base import RESOLVED
 from hpc_swe.tasks.graders.pytest import Pytest
+from hpc_swe.tasks.graders.swebench import Swebench
 from hpc_swe.tasks.patch import difference
 from tests.kit.cheats.cheat_task import RIGHT, TASK
 
@@ -75,3 +77,9 @@ def test_a_worker_keeps_no_task_of_a_grading(tmp_path):
     assert outcome(task) == "resolved"
     gc.collect()
     assert [one for one in gc.get_objects() if type(one) is Exam and one.task.task_id == "kept"] == []
+
+
+@pytest.mark.parametrize("grader", [Pytest(), Swebench()], ids=["pytest", "swebench"])
+def test_a_lie_that_is_paid_once_in_31_times_is_worth_less_than_a_failure(grader):
+    lie = (RESOLVED + 30 * grader.cheated_reward) / 31
+    assert lie < grader.unresolved_reward
