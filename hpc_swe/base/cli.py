@@ -2,7 +2,6 @@
 
 import argparse
 import difflib
-import errno
 import math
 import os
 import shutil
@@ -12,24 +11,12 @@ from functools import wraps
 from pathlib import Path
 from typing import TypeAlias
 
-from hpc_swe.base.errors import HpcSweError, StorageError
+from hpc_swe.base.errors import REMEDIES, HpcSweError, StorageError, remedy
 
 INTERRUPTED, BROKEN_PIPE = 130, 141  # the exit codes that shells use
 WIDEST = 100
 CONFIG = "TOML files, merged left to right, and overrides such as steps=10"
 SAMPLE = "take so many of the tasks, selected by their ids: every command with --sample takes the same ones"
-FULL = "free space there, or name another folder"
-OTHER = "name another path"
-FOREIGN = "name a folder of your own; `ls -ld` shows whose it is"
-REMEDIES = {
-    errno.ENOSPC: FULL,
-    errno.EDQUOT: FULL,
-    errno.EROFS: "name a folder that can be written",
-    errno.EACCES: FOREIGN,
-    errno.EPERM: FOREIGN,
-    **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP), OTHER),
-}
-"""Errors of the file system that the person who calls can mend."""
 
 
 def command(main: Callable[[], int | None]) -> Callable[[], None]:
@@ -77,8 +64,8 @@ def _exit_code(main: Callable[[], int | None]) -> int | str | None:
     except OSError as error:
         if error.errno not in REMEDIES:
             raise
-        where = error.filename or "a file that this command writes"
-        print(f"error: {where}: {error.strerror}; {REMEDIES[error.errno]}", file=sys.stderr)
+        where = error.filename2 or error.filename or "a file that this command writes"  # a copy has two
+        print(f"error: {where}: {error.strerror}{remedy(error)}", file=sys.stderr)
         return StorageError.exit_code
 
 

@@ -5,8 +5,30 @@ grader, or from an episode whose policy has already replied, may be the policy's
 episode.
 """
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+FULL = "free space there, or name another folder"
+OTHER = "name another path"
+FOREIGN = "name a folder of your own; `ls -ld` shows whose it is"
+REMEDIES = {
+    errno.ENOSPC: FULL,
+    errno.EDQUOT: FULL,
+    errno.EFBIG: "raise `ulimit -f`, or name another folder",
+    errno.EROFS: "name a folder that can be written",
+    errno.EACCES: FOREIGN,
+    errno.EPERM: FOREIGN,
+    **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP), OTHER),
+}
+"""Errors of the file system that the person who calls can mend."""
+
+
+def remedy(error: Exception) -> str:
+    """Return what mends an error of the file system, with a semicolon before it; "" for any other error."""
+    number = error.errno if isinstance(error, OSError) else None
+    known = REMEDIES.get(number, OTHER if number == errno.ENOENT else "") if number else ""
+    return f"; {known}" if known else ""
 
 
 class HpcSweError(Exception):
@@ -95,8 +117,12 @@ class AgentError(EpisodeError):
 
 @contextmanager
 def boundary(kind: type[HpcSweError], doing: str) -> Iterator[None]:
-    """Raise plain OS, value and lookup errors of the block as `kind`; our own errors pass unchanged."""
+    """Raise plain OS, value and lookup errors of the block as `kind`; our own errors pass unchanged.
+
+    What ends a command, and no episode, says the remedy.
+    """
     try:
         yield
     except (OSError, ValueError, LookupError) as error:
-        raise kind(f"{doing}: {type(error).__name__}: {error}") from error
+        after = "" if issubclass(kind, EpisodeError) else remedy(error)
+        raise kind(f"{doing}: {type(error).__name__}: {error}{after}") from error

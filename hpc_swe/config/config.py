@@ -18,7 +18,7 @@ from msgspec import ValidationError
 
 from hpc_swe.base import loader, shipped
 from hpc_swe.base.cli import suggestion
-from hpc_swe.base.errors import ConfigError
+from hpc_swe.base.errors import ConfigError, remedy
 from hpc_swe.config import conflicts
 from hpc_swe.config.removed import REMOVED
 from hpc_swe.config.settings import RunConfig
@@ -219,7 +219,7 @@ def _parse(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: {error}; save it as UTF-8") from None
     except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{path}: {error}{remedy(error)}") from None
 
 
 def parse_override(line: str) -> tuple[str, dict[str, Any]]:

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from hpc_swe.agents.sandboxes.base import ImageSandboxes
 from hpc_swe.base import cli, intervals, shipped, tables
-from hpc_swe.base.errors import DeadlineError, HpcSweError
+from hpc_swe.base.errors import ConfigError, DeadlineError, HpcSweError
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store.parquet import evals
 from hpc_swe.base.store.parquet.evals import Attempt
@@ -176,6 +176,10 @@ def run(demo: Demo, control: str) -> None:
     os.environ[FOREGROUND] = "1"
     began = time.monotonic()
     require_torch()
+    if demo.given and not (demo.given / "config.json").exists():  # before minutes go to an image
+        raise ConfigError(
+            f"--model {demo.given}: no config.json there; give the folder of a Hugging Face model"
+        )
     demo.make_image()
     name = control or "grpo"
     start = newest(demo.stage("sft", demo.make_model(), "demo_sft"))

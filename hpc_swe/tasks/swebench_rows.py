@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from hpc_swe.base.errors import ConfigError
+from hpc_swe.base.errors import ConfigError, remedy
 from hpc_swe.base.records import Start, TestPlan
 from hpc_swe.tasks.patch_text import HIDDEN, normalised, without_digests
 from hpc_swe.tasks.recipes import RECIPES, Recipe
@@ -366,4 +366,4 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"[taskset] {path}: {error}") from None
+        raise ConfigError(f"[taskset] {path}: {error}{remedy(error)}") from None

@@ -22,6 +22,7 @@ R = TypeVar("R", bound=Record)
 REFUSALS = {
     errno.ENOSPC: "no space is left; free some, or lower the limits of [retention]",
     errno.EDQUOT: "the quota is used up; see `lfs quota` or `quota`",
+    errno.EFBIG: "`ulimit -f` allows no larger file; raise it",
     errno.EIO: "an I/O error; the file system may be failing over",
     errno.ESHUTDOWN: "this client was evicted; the file system reconnects by itself",
     errno.ENOTCONN: "the server is not connected; the file system may be failing over",

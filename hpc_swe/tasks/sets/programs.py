@@ -123,7 +123,8 @@ class Programs(Plugin, Taskset, frozen=True, kw_only=True):
         source = self._source(split)
         if not source or not Path(source).exists():
             raise ConfigError(
-                f"[taskset] {split} = {source!r}: no such file; name a folder or a file of programs"
+                f"[taskset] {split} = {source!r}: no such file; name a folder or a file of programs, "
+                "as python -m hpc_swe.prepare makes"
             )
         found: dict[str, Program] = {}
         try:
