@@ -21,6 +21,7 @@ from hpc_swe.agents.sandboxes import _inside
 from hpc_swe.agents.sandboxes._exchange import collected, output_file
 from hpc_swe.agents.sandboxes._inside.descriptors import send_files
 from hpc_swe.agents.sandboxes._inside.program import thread_variables
+from hpc_swe.agents.sandboxes.base import NICE
 from hpc_swe.base.errors import SandboxError
 from hpc_swe.cluster.processes import kill_and_wait
 
@@ -64,7 +65,8 @@ class Command:
 
     def _start(self, program: int, output: int) -> tuple[socket.socket, int]:
         """Return the command's socket, and a pidfd of its reaper."""
-        request = json.dumps({"kind": self.kind, "folder": self.folder, "environment": self.environment})
+        about = {"kind": self.kind, "folder": self.folder, "environment": self.environment}
+        request = json.dumps(about | {"nice": NICE})
         trials = 0
         while trials < _TRIALS:  # an interpreter that has ended is replaced
             host, inner = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

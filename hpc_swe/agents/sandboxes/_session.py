@@ -30,7 +30,7 @@ from hpc_swe.agents.sandboxes._exchange import (
 )
 from hpc_swe.agents.sandboxes._inside.descriptors import send_files
 from hpc_swe.agents.sandboxes._tree import Tree
-from hpc_swe.agents.sandboxes.base import INTERRUPT, Clock, CommandResult, ProgramSession, SessionEnded
+from hpc_swe.agents.sandboxes.base import INTERRUPT, NICE, Clock, CommandResult, ProgramSession, SessionEnded
 from hpc_swe.base.errors import SandboxError
 from hpc_swe.cluster.processes import descendants, start_time
 
@@ -49,7 +49,6 @@ kept = {n: v for n, v in os.environ.items() if not n.startswith(added) and not n
 serve = "import socket; s = socket.socket(fileno=0); p = s.recv(1 << 17).decode(); s.detach(); exec(p)"
 os.execve(sys.executable, [sys.executable, "-I", "-c", serve], kept)
 """
-NICE = 10  # niceness added to every process, so that workers, engines and learners come first
 GRACE_S = 15.0
 """Seconds after which the host enforces a command's time limit, should the sandbox fail to."""
 CLOCK_CHECK_S = 0.2

@@ -19,6 +19,8 @@ FAILURES_BEFORE_CHECK = 8
 """Sandboxes in a row that do not open before the node itself is checked."""
 INTERRUPT = signal.SIGRTMIN + 7
 """Signal that asks the program of a session to answer; programs seldom use it for themselves."""
+NICE = 10
+"""Niceness added to every process of a sandbox, so that workers, engines and learners come first."""
 Clock = Callable[[], float]
 """Returns seconds; they may stand still, and infinity ends what is timed."""
 

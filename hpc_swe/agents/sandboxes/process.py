@@ -24,6 +24,7 @@ from hpc_swe.agents.sandboxes._interpreter import Command
 from hpc_swe.agents.sandboxes._tree import Tree
 from hpc_swe.agents.sandboxes.base import (
     INTERRUPT,
+    NICE,
     Clock,
     CommandResult,
     ProgramSession,
@@ -99,7 +100,7 @@ class _Folder(Tree):
                     stderr=output.fileno(),
                     pass_fds=ends,
                     start_new_session=True,
-                    preexec_fn=die_with_parent,
+                    preexec_fn=_begin_session,
                 )
             try:
                 interrupt = partial(process.send_signal, INTERRUPT)
@@ -132,6 +133,11 @@ class _Folder(Tree):
         about = {"PATH": path, "HOME": self._home, MARK: self._home}
         about |= {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
         return about | thread_variables(self._threads)
+
+
+def _begin_session() -> None:
+    die_with_parent()
+    os.nice(NICE)
 
 
 def _await(host: socket.socket, timeout_s: float, clock: Clock) -> bytes | None:

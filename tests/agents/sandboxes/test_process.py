@@ -15,6 +15,7 @@ from hpc_swe.agents.sandboxes import _interpreter, process
 from hpc_swe.agents.sandboxes._inside.program import WARM_UP, thread_variables
 from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.cluster.processes import with_variable
+from tests.kit import debugging
 from tests.kit.checkout import ROOT, environment
 from tests.kit.constants import varied
 from tests.kit.waiting import until
@@ -40,6 +41,16 @@ def test_commands_programs_and_files(task, tmp_path):
         sandbox.write("a/b", b"1")
         assert sandbox.run("cat a/b; chmod 000 a", 10).output == "1"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_its_processes_yield_to_the_engine_beside_them(task):
+    yielding = os.nice(0) + 10
+    with Process().open(task) as sandbox:
+        assert sandbox.run("nice", 10).output == f"{yielding}\n"
+        assert sandbox.python("import os; print(os.nice(0))", 10).output == f"{yielding}\n"
+    with debugging.session(Process(), debugging.task(prog="x = 1\n")) as debug:
+        debug.start("prog.py")
+        assert f"{yielding}" == debug("p __import__('os').nice(0)").strip()
 
 
 def test_time_ends_a_command_and_what_it_left_running(task):

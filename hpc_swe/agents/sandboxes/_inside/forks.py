@@ -6,7 +6,7 @@ only. It reads nothing but the host's requests, and no code of a task runs in it
 reaper, which forks the command. The reaper adopts all orphans of the command, so it can end every process
 that the command has started, and does so when the command has ended or the host says so or is gone.
 
-    interpreter <- {"kind", "folder", "environment"} + socket, program, output
+    interpreter <- {"kind", "folder", "environment", "nice"} + socket, program, output
     socket      -> b"started" + pidfd of the reaper, exit code  <- anything, or the end: kill the command
 """
 
@@ -124,6 +124,7 @@ def run(request: dict[str, Any], program: int, output: int) -> NoReturn:
             os.dup2(source, number)
         os.closerange(3, 256)
         os.chdir(request["folder"])
+        os.nice(request["nice"])
         os.environ.clear()
         show(environment)
         if request["kind"] == "shell":
