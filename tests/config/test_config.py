@@ -114,6 +114,15 @@ def test_error_names_the_file_the_key_and_what_would_be_right(read, override, me
         read(GOOD, override)
 
 
+def test_cuda_graphs_under_which_an_engine_sampled_noise_are_refused(read):
+    graphs = 'engine.extra=["--compilation-config", "{\\"cudagraph_mode\\":\\"%s\\"}"]'
+    for mode in ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"):
+        read(GOOD, graphs % mode)
+    for words in (graphs % "FULL", 'engine.extra=["-cc.cudagraph_mode=FULL"]'):
+        with pytest.raises(ConfigError, match=r"\[engine\] extra .* write FULL_DECODE_ONLY"):
+            read(GOOD, words)
+
+
 def test_a_decoding_that_vllm_refuses_with_speculation_is_refused_first(read):
     override = "eval.decodings.a.min_p=0.1"
     read(GOOD, override)

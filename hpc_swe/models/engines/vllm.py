@@ -98,6 +98,10 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
     extra: list[str] = []
     """More arguments of vllm serve."""
 
+    def __post_init__(self) -> None:
+        """Refuse arguments with which an engine would answer falsely."""
+        vllm_environment.require_sound_graphs(self.extra)
+
     def command(self, model: Path, host: str, port: int, name: str, context: int) -> Sequence[str]:
         if not (model / "config.json").is_file():
             raise ConfigError(f"[engine] model = {str(model)!r}: no config.json there; name a model's folder")
@@ -143,12 +147,8 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
             "tensor-parallel-size": self.tensor_parallel,
             "generation-config": "vllm",
         }
-        return [
-            "vllm",
-            "serve",
-            str(model),
-            *(w for key, value in options.items() for w in (f"--{key}", str(value))),
-        ]
+        words = (word for key, value in options.items() for word in (f"--{key}", str(value)))
+        return ["vllm", "serve", str(model), *words]
 
     def environment(self, token: str) -> dict[str, str]:
         return vllm_environment.environment(token, on_cpu=self.device == "cpu") | self.environ

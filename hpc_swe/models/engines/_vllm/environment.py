@@ -1,13 +1,26 @@
 """Build the environment of vLLM's processes, and name what both of its sides know."""
 
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
+
+from hpc_swe.base.errors import ConfigError
 
 TOKEN = "HPC_SWE_ENGINE_TOKEN"
 """Variable with the token that every route asks for."""
 BACKEND = "hpc_swe_folder"
 """Back end of weight transfers that the extension adds to vLLM."""
 NOT_INHERITED = ("VLLM_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def require_sound_graphs(arguments: Sequence[str]) -> None:
+    """Raise ConfigError for CUDA graphs with which vLLM 0.26 sampled noise; docs/result.md has figures."""
+    if re.search(r"cudagraph_mode\W+FULL\b", " ".join(arguments)):
+        raise ConfigError(
+            "[engine] extra has cudagraph_mode FULL: with graphs of steps that read prompts, engines sampled "
+            "noise at times; write FULL_DECODE_ONLY, or leave it to vLLM"
+        )
 
 
 def environment(token: str, *, on_cpu: bool) -> dict[str, str]:
