@@ -30,6 +30,7 @@ def of_keys(config: RunConfig) -> Iterator[str]:
         yield from _missing_for_hybrid(config)
     yield from _exceeded_limits(config)
     yield from _unchecked_proposals(config)
+    yield from _uncorrected_caches(config)
 
 
 def of_new_runs(config: RunConfig) -> Iterator[str]:
@@ -194,6 +195,19 @@ def _unchecked_proposals(config: RunConfig) -> Iterator[str]:
                 f"eval.decodings.{name}.min_p = {decoding.min_p:g} does not go with engine.speculation = "
                 f"{speculation!r}: vLLM refuses such requests; leave one of the two out"
             )
+
+
+def _uncorrected_caches(config: RunConfig) -> Iterator[str]:
+    """Yield a message if the loss stops at the difference that coarse caches make of every sequence."""
+    kind, loss = config.engine.kv_cache_dtype, config.learner.loss
+    clip = max(loss.sequence_clip_low, loss.sequence_clip_high)
+    if kind != "auto" and loss.objective == "gspo" and clip < NARROW:
+        yield (
+            f"engine.kv_cache_dtype = {kind!r} samples from another distribution than the learner's, and "
+            f"learner.loss.objective = 'gspo' clips a sequence whose mean log-ratio exceeds {clip:g}; use "
+            f"sampler_ratio, decoupled or cispo, which weigh each token by it, or set sequence_clip_low and "
+            f"sequence_clip_high to {NARROW:g} or more"
+        )
 
 
 def _exceeded_limits(config: RunConfig) -> Iterator[str]:

@@ -219,6 +219,9 @@ def test_cache_holds_as_many_tokens_as_its_bytes_say_and_at_least_a_head(shape, 
     said = Vllm(kv_cache_bytes=40 * GIB).memory(tmp_path, 32768).parts
     assert said[1].formula == "291,271 tokens: 8 full contexts"
     assert [round(part.bytes / GIB, 1) for part in said] == [15.3, 40.0]
+    said = Vllm(kv_cache_bytes=40 * GIB, kv_cache_dtype="fp8_e4m3").memory(tmp_path, 32768).parts
+    assert said[1].formula == "582,542 tokens: 17 full contexts"
+    assert [round(part.bytes / GIB, 1) for part in said] == [15.3, 40.0]
 
 
 # the scheduler

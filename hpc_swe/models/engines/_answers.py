@@ -16,6 +16,10 @@ from hpc_swe.base.records import EngineStages, WeightVersion
 
 INITIAL = "default"  # stamp of the weights that vLLM starts with, until they are given a name
 NOT_FINITE = -9999.0  # value that vLLM writes in place of a log-probability that is not finite
+NEAR = 0.9
+"""Share of the probe's tokens that must agree with the learner, up to the tolerance."""
+FARTHEST = 10.0
+"""Largest difference of any token of the probe, as a multiple of the tolerance."""
 Span = tuple[int, int, WeightVersion]
 _T = TypeVar("_T")
 
@@ -258,3 +262,13 @@ def to_spans(stamps: list[Stamp], length: int) -> list[Span]:
     if (spans[-1][1] if spans else 0) != length:
         raise EngineError(f"stamps cover {spans[-1][1] if spans else 0} of {length} tokens")
     return spans
+
+
+def probe_distance(scores: Sequence[float], wanted: Sequence[float]) -> float:
+    """Return the difference that nine of ten tokens do not exceed, or a tenth of the largest if that is more.
+
+    Wrong weights change all tokens. Rounding in bfloat16 changes some tokens, unlikely ones, by more than the
+    others: by the largest difference alone, an engine with the right weights would be refused.
+    """
+    differences = np.abs(np.asarray(scores) - np.asarray(wanted))
+    return float(max(np.quantile(differences, NEAR), differences.max() / FARTHEST))

@@ -9,7 +9,7 @@ import logging
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
@@ -18,7 +18,6 @@ from statistics import fmean
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
 from hpc_swe.base.errors import ConfigError, EngineError, NoAnswer, Overdue, boundary
@@ -43,10 +42,6 @@ SLOWEST_TOKENS_PER_S = 0.5
 """Slowest rate of one completion, queueing included; an engine that is slower has lost the request."""
 FEWEST_TIMED_TOKENS = 2048
 """A request for fewer tokens may take as long as one for so many: both queue for the same time."""
-NEAR = 0.9
-"""Share of the probe's tokens that must agree with the learner, up to the tolerance."""
-FARTHEST = 10.0
-"""Largest difference of any token of the probe, as a multiple of the tolerance."""
 ROUNDED = 0.25
 """Least tolerance of a probe where the engine computes with 16 bits, however exactly the learner computes."""
 FIRST = {"priority": -1}
@@ -70,6 +65,9 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
     """Share of each GPU's memory that the engine may use, and that must be free when it starts."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"
     """Type of weights and activations; auto is what the model's config.json says."""
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
+    """Type of cached keys and values; auto is that of activations. With fp8_e4m3 there is room for twice as
+    many tokens, sampled from coarser log-probabilities, which are recorded as they are."""
     tensor_parallel: Annotated[int, Meta(ge=1)] = 1
     """GPUs, or CPU workers, that share each layer."""
     device: Literal["gpu", "cpu"] = "gpu"
@@ -110,6 +108,7 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
             "port": port,
             "served-model-name": name,
             "dtype": self.dtype,
+            "kv-cache-dtype": self.kv_cache_dtype,
             "max-model-len": context,
             "max-num-seqs": self.max_num_seqs,
             "tensor-parallel-size": self.tensor_parallel,
@@ -132,12 +131,11 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
         flags = ["--tokens-only", "--disable-uvicorn-access-log", "--enable-logging-iteration-details"]
         flags += ["--enforce-eager"] if self.device == "cpu" else []
         flags += ["--enable-return-routed-experts"] if self.return_routing else []
-        pairs = [part for key, value in options.items() for part in (f"--{key}", str(value))]
         beside = Path(sys.executable).with_name("vllm")
         program = self.program or (str(beside) if beside.exists() else shutil.which("vllm"))
         if not program:
             raise ConfigError(f"[engine] program: no vllm beside {sys.executable} nor on PATH; name its path")
-        return [program, "serve", str(model), *pairs, *flags, *self.extra]
+        return [program, "serve", str(model), *_words(options), *flags, *self.extra]
 
     def serving(self, model: Path, name: str, context: int) -> Sequence[str]:
         options = {
@@ -147,8 +145,7 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
             "tensor-parallel-size": self.tensor_parallel,
             "generation-config": "vllm",
         }
-        words = (word for key, value in options.items() for word in (f"--{key}", str(value)))
-        return ["vllm", "serve", str(model), *words]
+        return ["vllm", "serve", str(model), *_words(options)]
 
     def environment(self, token: str) -> dict[str, str]:
         return vllm_environment.environment(token, on_cpu=self.device == "cpu") | self.environ
@@ -180,10 +177,11 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
             raise ConfigError("[engine] return_routing = true needs a GPU: vLLM captures no experts on a CPU")
 
     def memory(self, model: Path, context: int) -> MemoryEstimate:
+        size = 4 if self.dtype == "float32" else 2
         found = vllm_memory.estimate(
             ModelShape.read(model),
             self.tensor_parallel,
-            4 if self.dtype == "float32" else 2,
+            vllm_memory.Sizes(size, size if self.kv_cache_dtype == "auto" else 1),
             sequences=self.max_num_seqs,
             context=context,
             given=self.kv_cache_bytes,
@@ -363,7 +361,7 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
 
     def _require_probe(self, scores: Sequence[float], version: WeightVersion, probe: ProbeScore) -> None:
         with boundary(EngineError, f"{version.name}: its manifest's probe"):
-            difference = probe_distance(scores, probe.logprobs)
+            difference = _answers.probe_distance(scores, probe.logprobs)
         mean = fmean(abs(mine - theirs) for mine, theirs in zip(scores, probe.logprobs, strict=True))
         log.debug("compared %s: |difference| of the probe's log-probabilities %.3g, mean", version.name, mean)
         tolerance = probe.tolerance if self.dtype == "float32" else max(probe.tolerance, ROUNDED)
@@ -387,11 +385,5 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
             raise
 
 
-def probe_distance(scores: Sequence[float], wanted: Sequence[float]) -> float:
-    """Return the difference that nine of ten tokens do not exceed, or a tenth of the largest if that is more.
-
-    Wrong weights change all tokens. Rounding in bfloat16 changes some tokens, unlikely ones, by more than the
-    others: by the largest difference alone, an engine with the right weights would be refused.
-    """
-    differences = np.abs(np.asarray(scores) - np.asarray(wanted))
-    return float(max(np.quantile(differences, NEAR), differences.max() / FARTHEST))
+def _words(options: Mapping[str, object]) -> list[str]:
+    return [word for key, value in options.items() for word in (f"--{key}", str(value))]

@@ -17,10 +17,10 @@ import pytest
 from hpc_swe.base.errors import ConfigError, EngineError
 from hpc_swe.base.records import ProbeScore, Sampling, WeightVersion
 from hpc_swe.models.engines import _answers
-from hpc_swe.models.engines._answers import Answer, SampleAnswer, TokenScores, to_routing
+from hpc_swe.models.engines._answers import Answer, SampleAnswer, TokenScores, probe_distance, to_routing
 from hpc_swe.models.engines._vllm.gate import SAMPLE
 from hpc_swe.models.engines.base import Prefix
-from hpc_swe.models.engines.vllm import Vllm, probe_distance
+from hpc_swe.models.engines.vllm import Vllm
 
 SHAPING = {"temperature", "top_p", "top_k", "min_p", "max_tokens"}
 OFF = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -192,6 +192,14 @@ def test_the_model_s_own_generation_settings_are_not_taken(tmp_path: Path) -> No
     (tmp_path / "config.json").write_text("{}")
     command = list(Vllm(program="vllm").command(tmp_path, "h", 1, "run", 64))
     assert command[command.index("--generation-config") + 1] == "vllm"
+
+
+@pytest.mark.parametrize("kind", ["auto", "fp8_e4m3"])
+def test_cached_keys_and_values_are_of_the_configured_type(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    engine = Vllm(program="vllm", kv_cache_dtype=kind)  # type: ignore[arg-type]
+    command = list(engine.command(tmp_path, "h", 1, "run", 64))
+    assert command[command.index("--kv-cache-dtype") + 1] == kind
 
 
 def test_files_of_mistral_s_own_library_are_not_taken(tmp_path: Path) -> None:

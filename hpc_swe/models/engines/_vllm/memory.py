@@ -2,11 +2,21 @@
 
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.models.costs import GIB, MemoryEstimate, Part
 from hpc_swe.models.model_shape import ModelShape, read_config
 from hpc_swe.models.rope import is_yarn, longest_context
+
+
+class Sizes(NamedTuple):
+    """Hold the bytes of a number in memory."""
+
+    weight: int
+    """Of weights, and of states."""
+    cached: int
+    """Of cached keys and values."""
 
 
 def check(model: Path, tensor_parallel: int, context: int) -> None:
@@ -46,14 +56,15 @@ def states(shape: ModelShape, tensor_parallel: int, size: int) -> int:
 
 
 def estimate(
-    shape: ModelShape, tensor_parallel: int, size: int, *, sequences: int, context: int, given: int
+    shape: ModelShape, tensor_parallel: int, sizes: Sizes, *, sequences: int, context: int, given: int
 ) -> MemoryEstimate:
-    """Estimate the memory of one rank whose numbers take `size` bytes.
+    """Estimate the memory of one rank.
 
     The key-value cache has the `given` bytes, or where they are 0 those that `sequences` conversations of
     `context` tokens would fill, of which one must have room.
     """
-    token, state = cached_token(shape, tensor_parallel, size), states(shape, tensor_parallel, size)
+    token, size = cached_token(shape, tensor_parallel, sizes.cached), sizes.weight
+    state = states(shape, tensor_parallel, size)
     weights = Part("weights", f"{size} P / tp", size * shape.parameters.of_rank(tensor_parallel))
     note = f"KV cache: {token:,} bytes a token, {GIB // token:,} tokens a GiB"
     note += f"; {state:,} bytes a sequence beside them" * bool(state)
