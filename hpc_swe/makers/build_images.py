@@ -36,11 +36,11 @@ def wanted(config: RunConfig, count: int | None = None) -> tuple[ImageSandboxes,
         references = taskset.references(tasks)
         images: dict[str, list[Problem]] = {}
         for task in tasks:
-            images.setdefault(task.image, []).append(Problem(task, references[task.task_id]))
+            images.setdefault(task.image, []).append(Problem(task, references.get(task.task_id, "")))
         if images:
             return sandbox, list(images.values())
     raise ConfigError(
-        "images are built for tasks of taskset.type = 'swebench' with sandbox.type = 'apptainer'"
+        "images are built for tasks of taskset.type = 'swebench' or 'harbor' with sandbox.type = 'apptainer'"
     )
 
 

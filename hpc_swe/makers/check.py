@@ -63,10 +63,12 @@ class Checker:
         versions: list[Version] = []
         unchanged = ""
         seen: Inspection | None = None
-        asked, began = task, time.monotonic()
+        settings, began = self._settings(task, reference), time.monotonic()
         try:
             with boundary(EpisodeError, "inspect the tests"):
                 task = self.grader.complete(task, self.sandboxes)
+                if reference is None:
+                    reference = self.grader.reference(task, self.sandboxes)
                 seen = self.grader.inspect(task, reference, self.sandboxes)
             task = with_unsealed(task, seen.unsealed if seen else {})
             for _ in range(self.runs):
@@ -91,7 +93,7 @@ class Checker:
             reason=reason,
             image=task.image,
             image_digest=self._image(task),
-            settings=self._settings(asked, reference),
+            settings=settings,
             assertions=seen.assertions if seen else 0,
             sealed=seen.sealed if seen else 0,
             unsealed=seen.unsealed if seen else {},

@@ -34,6 +34,15 @@ def stage(repository: Path, commit: str, folder: Path) -> None:
     _refuse_foreign_objects(folder, commit)
 
 
+def begin(folder: Path) -> None:
+    """Make a repository of a folder that has none: all its files become the only commit."""
+    folder.mkdir(parents=True, exist_ok=True)
+    here = git(folder, "user.name=images", "user.email=images")
+    run("git", "init", "--quiet", "--template=", str(folder))
+    run(*here, "add", "--all", "--force")
+    run(*here, "commit", "--quiet", "--no-verify", "--allow-empty", "--message=The image's files")
+
+
 def restage(folder: Path, commit: str, scratch: Path, exact: Collection[str]) -> list[str]:
     """Replace the repository of an existing image by a staged one; return the files that its maker changed.
 

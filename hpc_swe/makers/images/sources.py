@@ -19,7 +19,7 @@ from hpc_swe.base.records import Task
 from hpc_swe.base.tables import say
 from hpc_swe.makers.images import links
 from hpc_swe.makers.images.commands import remove, run
-from hpc_swe.makers.images.repository import restage, stage
+from hpc_swe.makers.images.repository import begin, restage, stage
 
 EDITION = 1
 """Increase this when the same recipe makes another image, so that existing images are built again."""
@@ -28,6 +28,7 @@ _ACTIVATE = f'export VIRTUAL_ENV=/{ENVIRONMENT} PATH="/{ENVIRONMENT}/bin:$PATH"\
 # What official eval scripts source: they expect conda, and get a virtual environment of the same name.
 _CONDA = 'conda() { case "$1" in activate) . "/opt/miniconda3/envs/$2/bin/activate";; esac; }\n'
 _FILE = re.compile("^(docker-archive|oci-archive|oci):")
+_AGENT = re.compile(r"([a-z-]+):(//)?")
 _TRIAL_S = 120.0
 _INCOMPLETE = 2  # exit code of unsquashfs that cannot make devices, which no sandbox takes from its image
 _SET_UP_S = 1800.0
@@ -177,6 +178,8 @@ class Pulled:
         tree = work / "tree"
         self._unpack(task, tree, work)
         repository = _repository(tree, task)
+        if not (repository / ".git").exists() and "steps" in task.tests.extra:
+            begin(repository)
         if not (repository / ".git").exists():
             raise HpcSweError(f"{self.origin(task)} has no git repository in {task.workdir}")
         set_up = restage(repository, task.base_commit, work, exact)
@@ -186,7 +189,8 @@ class Pulled:
     def _unpack(self, task: Task, tree: Path, work: Path) -> None:
         """Unpack with unsquashfs: Apptainer would need all capabilities, which not every root has."""
         file = self._file(task)
-        if file is not None and file.suffix == ".sif":
+        steps = task.tests.extra.get("steps", "")
+        if file is not None and file.suffix == ".sif" and not steps:
             offset = squashfs_offset(run("apptainer", "sif", "list", str(file)))
             if offset is not None:
                 options = ("-quiet", "-no-progress", "-no-xattrs", "-offset", str(offset), "-dest", str(tree))
@@ -194,7 +198,8 @@ class Pulled:
                 run("chmod", "-R", "u+rwX", str(tree))
                 return
         cache = ["--disable-cache"] if file else []
-        words = ("build", "--fix-perms", *cache, "--sandbox", str(tree), self.origin(task))
+        source = str(_definition(self.origin(task), task, steps, work)) if steps else self.origin(task)
+        words = ("build", "--fix-perms", *cache, "--sandbox", str(tree), source)
         wait_s, limit = self.wait_s, self.limit
         while True:
             try:
@@ -232,6 +237,25 @@ class Pulled:
             raise HpcSweError(f"the image's python3 is older than 3.10; {_HOST_PYTHON}")
         if status.exit_code or len(status.output.split()) > 1:
             raise HpcSweError(f"git in the image does not see a clean {task.workdir}: {status.output[-500:]}")
+
+
+def _definition(origin: str, task: Task, steps: str, work: Path) -> Path:
+    """Write what Apptainer needs to run the steps of a task's Dockerfile in its base image."""
+    found = _AGENT.match(origin)
+    made, script = work / "definition", work / "steps"
+    script.write_text(steps, encoding="utf-8")
+    lines = [
+        f"Bootstrap: {found[1] if found else 'localimage'}",
+        f"From: {origin.removeprefix(found[0] if found else '')}",
+        "%files",
+        f"    {task.tests.extra['context']} /.build/context",
+        f"    {script} /.build/steps",
+        "%post",
+        "    cd / && /bin/sh /.build/steps",
+        "    rm -rf /.build",
+    ]
+    made.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    return made
 
 
 ImageSource = Built | Pulled

@@ -75,6 +75,10 @@ class Grader(ABC):
         """Return the task with all that its tests need; raise SandboxError if its image lacks it."""
         return task
 
+    def reference(self, task: Task, sandboxes: Sandboxes) -> str | None:
+        """Return a right patch that a solution of the task makes in a sandbox; None if it has none."""
+        return None
+
     def changed_tests(self, task: Task, reference: str, sandboxes: Sandboxes) -> tuple[list[Version], str]:
         """Return versions of the tests that the reference fails; or none, and the reason.
 
