@@ -10,11 +10,11 @@ import pytest
 
 from hpc_swe.base.rundir import RunDir
 from tests.kit.checkout import ROOT, environment
+from tests.kit.constants import NOBODY, empty_model
 from tests.kit.runtime import make_environment
 
 pytestmark = pytest.mark.slow
 FILLED_BY = ["requirements-cpu.txt", "vllm-name", "requirements-gpu.txt"]
-NOBODY = ["coordinator", "inference", "learner", "rollout", "reward"]
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +54,9 @@ def test_every_file_of_the_checkout_is_there(site: Path, folder: str, place: str
 
 
 def test_a_run_starts_in_an_empty_folder_with_the_jobs_of_the_wheel(site: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    for name in ("config.json", "tokenizer.json"):
-        (model / name).write_text("{}")
+    model = empty_model(tmp_path / "model")
     words = ["start", "configs/demo.toml", f'model="{model}"', 'sandbox={type="process"}', "--run", "run"]
-    words += [f"counts.{role}=0" for role in NOBODY]
-    done = hpc_swe(site, tmp_path / "empty", "launch", *words)
+    done = hpc_swe(site, tmp_path / "empty", "launch", *words, *NOBODY)
     assert done.returncode == 0, done.stderr
     run = RunDir(tmp_path / "empty/run")
     assert sorted(path.name for path in run.code.iterdir()) == ["code.tar", "hpc_swe", "jobs"]

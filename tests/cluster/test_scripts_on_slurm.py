@@ -13,6 +13,7 @@ from hpc_swe.base.rundir import RunDir
 from hpc_swe.cluster.executors.base import Submission
 from hpc_swe.cluster.executors.slurm import Resources, Slurm
 from tests.kit.checkout import ROOT
+from tests.kit.constants import empty_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 ROLES = ["coordinator", "inference", "learner", "rollout"]
@@ -25,9 +26,7 @@ EXECUTOR = (
 @pytest.fixture
 def folder(healthy_cluster):
     made = Path(tempfile.mkdtemp(dir=healthy_cluster.shared))
-    (made / "model").mkdir()
-    (made / "model/config.json").write_text("{}")
-    (made / "model/tokenizer.json").write_text("{}")
+    empty_model(made / "model")
     for split in ("train", "eval"):
         files = [{"path": "test.py", "content": f"def test_{split}(): assert 1 == 1"}]
         rows = [{"task_id": split, "problem_statement": "", "extra_info": {"files": files}}]

@@ -21,6 +21,7 @@ from hpc_swe.base.rundir import RunDir
 from hpc_swe.config import config as configuration
 from hpc_swe.roles.inference.supervisor import free_port
 from tests.kit.checkout import ROOT
+from tests.kit.constants import NOBODY, empty_model
 
 SCRIPTS = sorted(path for path in (ROOT / "sbatch").iterdir() if path.suffix in (".sh", ".sbatch"))
 SWEPDB = {
@@ -29,18 +30,12 @@ SWEPDB = {
     "14b": ["swepdb", "slurm", "swepdb_14b"],
     "14b_rewrite": ["swepdb", "slurm", "swepdb_14b", "swepdb_14b_rewrite"],
 }
-ROLES = ["coordinator", "inference", "learner", "rollout", "reward"]
-NOBODY = [f"counts.{role}=0" for role in ROLES]
 HERE = [*NOBODY, 'executor={type="local"}', 'sandbox={type="process"}', "tasks.train=2", "tasks.eval=1"]
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "a model"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    (folder / "tokenizer.json").write_text("{}")
-    return folder
+    return empty_model(tmp_path / "a model")
 
 
 @pytest.fixture

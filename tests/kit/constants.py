@@ -1,8 +1,21 @@
-"""Classes of plugins with other constants than they ship with."""
+"""What tests configure runs with: no jobs, a model without anything, plugins with other constants."""
 
+from pathlib import Path
 from typing import TypeVar
 
+from hpc_swe.config import job_counts
+
 T = TypeVar("T")
+NOBODY = [f"counts.{role}=0" for role in job_counts.ROLES["grpo"]]
+"""Words for a run that starts no jobs."""
+
+
+def empty_model(folder: Path, content: str = "{}") -> Path:
+    """Make what a start takes for a model that it need not read."""
+    folder.mkdir(exist_ok=True)
+    for name in ("config.json", "tokenizer.json"):
+        (folder / name).write_text(content)
+    return folder
 
 
 def varied(kind: type[T], **constants: object) -> type[T]:

@@ -21,19 +21,13 @@ from hpc_swe.config import config as configuration
 from hpc_swe.config.settings import StopConfig
 from hpc_swe.launch import control, create, existing, submit
 from tests.kit.checkout import ROOT, environment, typed
+from tests.kit.constants import NOBODY, empty_model
 from tests.kit.waiting import DEADLINE_S, until
-
-ROLES = ["coordinator", "inference", "learner", "rollout", "reward"]
-NOBODY = [f"counts.{role}=0" for role in ROLES]
 
 
 @pytest.fixture
 def model(tmp_path):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for name in ("config.json", "tokenizer.json"):
-        (folder / name).write_text("{}")
-    return folder
+    return empty_model(tmp_path / "model")
 
 
 @pytest.fixture
@@ -147,10 +141,7 @@ def test_a_run_goes_on_with_a_model_that_was_moved_but_not_with_another(tmp_path
     (tmp_path / "link").symlink_to(moved)
     control.start(run, read(f"model={tmp_path / 'link'}"))  # the same folder is not read again
     assert existing.load(run).model == str(moved)
-    other = tmp_path / "other"
-    other.mkdir()
-    for name in ("config.json", "tokenizer.json"):
-        (other / name).write_text("[]")
+    other = empty_model(tmp_path / "other", "[]")
     with pytest.raises(ConfigError, match=r"model: .*moved' -> .*other'"):
         control.start(run, read(f"model={other}"))
 

@@ -26,11 +26,12 @@ from hpc_swe.cluster.executors.base import Job, Submission
 from hpc_swe.cluster.executors.local import Local
 from hpc_swe.cluster.processes import start_time
 from hpc_swe.config import config as configuration
-from hpc_swe.config import conflicts, job_counts
+from hpc_swe.config import conflicts
 from hpc_swe.launch import checks, control, create, existing, plan
 from hpc_swe.models.policies.megatron import Megatron
 from hpc_swe.models.weight_files import read_header
 from tests.kit.checkout import ROOT, typed
+from tests.kit.constants import NOBODY
 from tests.kit.crash import in_child, refuse
 from tests.kit.toy import row, write_rows
 from tests.kit.toy_model import SHAPE, write_weights
@@ -177,7 +178,7 @@ def test_a_folder_of_somebody_else_is_refused_and_stays_empty(tmp_path, read):
     except PermissionError:
         pytest.skip("needs the right to give a folder to somebody else")
     with pytest.raises(ConfigError, match="belongs to user 4001; name another folder with --run"):
-        control.start(run, read(*nobody()))
+        control.start(run, read(*NOBODY))
     assert os.listdir(run.root) == []
 
 
@@ -185,7 +186,7 @@ def test_a_folder_of_somebody_else_is_refused_and_stays_empty(tmp_path, read):
 @pytest.mark.parametrize("name", ["run.json", "MANIFEST.json"])
 def test_a_damaged_file_of_a_run_is_one_error_that_names_it(tmp_path, read, name, content):
     run = RunDir(tmp_path / "run")
-    control.start(run, read(*nobody()))
+    control.start(run, read(*NOBODY))
     file = run.root / name
     file.unlink()
     file.mkdir() if content is None else file.write_bytes(content)
@@ -206,7 +207,7 @@ ACTS = {
 @pytest.mark.parametrize("act", ACTS)
 def test_a_run_changed_by_hand_trains_nothing_and_can_be_stopped(tmp_path, read, act):
     run = RunDir(tmp_path / "run")
-    control.start(run, read(*nobody(), "tasks.train=3"))
+    control.start(run, read(*NOBODY, "tasks.train=3"))
     tree = json.loads(run.config.read_text())
     tree["lease"]["ttl_s"] += 1
     run.config.write_text(json.dumps(tree))
@@ -215,7 +216,7 @@ def test_a_run_changed_by_hand_trains_nothing_and_can_be_stopped(tmp_path, read,
     tree["groups"]["group_size"] += 2
     run.config.write_text(json.dumps(tree))
     with pytest.raises(ConfigError, match="changed by hand"):  # nor where the files of a start say the same
-        control.start(run, read(*nobody(), "tasks.train=3", f"groups.group_size={size + 2}"))
+        control.start(run, read(*NOBODY, "tasks.train=3", f"groups.group_size={size + 2}"))
     done = typed(*ACTS[act], run.root)
     assert done.returncode == (2 if act in ("start", "job") else 0)
     assert f"run/run.json: groups.group_size: {size} -> {size + 2}: changed by hand" in done.stderr
@@ -233,16 +234,12 @@ def test_tasks_without_an_image_are_named_before_any_job_finds_out(tmp_path, rea
     assert complaints(RunDir(tmp_path / "run"), read(*words)) == []
 
 
-def nobody():
-    return [f"counts.{role}=0" for role in job_counts.ROLES["grpo"]]
-
-
 def test_a_start_on_a_full_disk_is_one_error_and_can_be_repeated(tmp_path, tmpfs, read):
     small = tmpfs(tmp_path / "small", "size=300k")
     with pytest.raises(StorageError, match="small/run/.*no space is left; free some"):
-        control.start(RunDir(small / "run"), read(*nobody()))
+        control.start(RunDir(small / "run"), read(*NOBODY))
     tmpfs(small, "size=30m")
-    control.start(RunDir(small / "run"), read(*nobody()))
+    control.start(RunDir(small / "run"), read(*NOBODY))
 
 
 def start_frozen_at(run, number, config, taken) -> None:
@@ -267,7 +264,7 @@ def start_frozen_at(run, number, config, taken) -> None:
 
 @pytest.mark.slow
 def test_a_start_that_was_frozen_changes_no_run_of_another(tmp_path, read):
-    config = read(*nobody())
+    config = read(*NOBODY)
     taken = plan.take(config)
     for number in count():
         run = RunDir(tmp_path / f"{number}")
@@ -283,7 +280,7 @@ def test_a_start_that_was_frozen_changes_no_run_of_another(tmp_path, read):
 
 def test_a_run_that_was_copied_without_its_empty_folders_is_opened(tmp_path, read):
     run = RunDir(tmp_path / "demo" / "grpo")
-    control.start(run, read(*nobody()))
+    control.start(run, read(*NOBODY))
     with pytest.raises(ConfigError, match="no run here .* it holds the runs grpo"):
         existing.load(RunDir(run.root.parent))
     for folders in ([run.nodes, run.control], [run.control], [run.launches / "reward"]):  # cells may be left
@@ -295,7 +292,7 @@ def test_a_run_that_was_copied_without_its_empty_folders_is_opened(tmp_path, rea
 
 def test_a_copy_of_a_run_never_ends_the_jobs_of_the_original(tmp_path, read):
     """Both have the same records of submissions, and a scheduler knows the jobs by the run's id."""
-    run, copy, config = RunDir(tmp_path / "run"), RunDir(tmp_path / "copy"), read(*nobody())
+    run, copy, config = RunDir(tmp_path / "run"), RunDir(tmp_path / "copy"), read(*NOBODY)
     control.start(run, config)
     job = subprocess.Popen(["sleep", "600"])
     name = f"{job.pid}:{start_time(job.pid)}"
@@ -330,7 +327,7 @@ ORDINARY = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.ge
 @pytest.mark.parametrize("kind", ["mounted read-only", "mode 0500"])
 def test_an_archive_without_its_empty_folders_is_shown_and_stays_as_it_is(tmp_path, read, kind):
     run = RunDir(tmp_path / "run")
-    control.start(run, read(*nobody()))
+    control.start(run, read(*NOBODY))
     subprocess.run(["find", run.root, "-type", "d", "-empty", "-delete"], check=True)
     assert not run.control.exists()
     within = ["unshare", "--map-root-user", "--mount", "sh", "-c", READ_ONLY, run.root]
@@ -350,7 +347,7 @@ def test_an_archive_without_its_empty_folders_is_shown_and_stays_as_it_is(tmp_pa
 @pytest.mark.parametrize("verb", ["start", "tick"])
 def test_of_a_moved_run_and_a_copy_in_its_place_one_is_the_original(tmp_path, read, verb):
     """Otherwise `launch stop` of the one would end the jobs of the other."""
-    run, config = RunDir(tmp_path / "run"), read(*nobody())
+    run, config = RunDir(tmp_path / "run"), read(*NOBODY)
     control.start(run, config)
     moved = RunDir(run.root.rename(tmp_path / "moved"))
     assert not existing.is_copy(moved)
@@ -374,7 +371,7 @@ def test_an_empty_folder_or_a_start_that_died_anywhere_is_no_obstacle(tmp_path, 
     for leave in ([], [".making/1"], ["MANIFEST.json"], ["MANIFEST.json", "control", "code", "token"]):
         folder = RunDir(tmp_path / "-".join(["died", *leave]).replace("/", "+"))
         folder.root.mkdir()
-        control.start(run, read(*nobody()))
+        control.start(run, read(*NOBODY))
         for name in leave:
             target = folder.root / name
             target.parent.mkdir(exist_ok=True)
@@ -604,8 +601,7 @@ def test_a_partial_file_that_the_index_does_not_name_refuses_no_model(tmp_path, 
 
 @pytest.mark.slow
 def test_a_dry_run_in_the_folder_of_a_run_refuses_what_a_start_refuses(tmp_path, model):
-    nobody = [f"counts.{role}=0" for role in job_counts.ROLES["grpo"]]
-    words = ["configs/demo.toml", *nobody, f"model={model}", 'sandbox={type="process"}', "tasks.train=1"]
+    words = ["configs/demo.toml", *NOBODY, f"model={model}", 'sandbox={type="process"}', "tasks.train=1"]
     words += ["tasks.eval=1", "--run", tmp_path / "run"]
     assert typed("hpc_swe.launch", "start", *words).returncode == 0
     before = listing(tmp_path / "run")
@@ -638,11 +634,11 @@ class Busy(Local, frozen=True, kw_only=True):
 
 
 def test_a_run_goes_on_with_a_model_that_is_divided_otherwise(tmp_path, read):
-    run, nobody = RunDir(tmp_path / "run"), [f"counts.{role}=0" for role in job_counts.ROLES["grpo"]]
-    control.start(run, read(*nobody, "policy.tensor_parallel=1"))
-    control.start(run, read(*nobody, "policy.tensor_parallel=2"))
+    run = RunDir(tmp_path / "run")
+    control.start(run, read(*NOBODY, "policy.tensor_parallel=1"))
+    control.start(run, read(*NOBODY, "policy.tensor_parallel=2"))
     assert existing.load(run).policy.tensor_parallel == 2
-    busy = [*nobody, f"executor={{type='{__name__}:Busy'}}"]
+    busy = [*NOBODY, f"executor={{type='{__name__}:Busy'}}"]
     checks.require_alike(run, read(*busy, "policy.tensor_parallel=2"))
     with pytest.raises(ConfigError, match="data_parallel = 1, but the learner.s job has 2 processes"):
         checks.require_alike(run, read(*busy, "policy.tensor_parallel=1"))
@@ -680,8 +676,8 @@ def test_a_merged_configuration_is_shown_as_toml_that_reads_as_the_same(read):
 
 @pytest.mark.slow
 def test_a_start_that_waits_lets_go_on_timeout_and_on_interrupt(tmp_path, model):
-    run, nobody = RunDir(tmp_path / "run"), [f"counts.{role}=0" for role in job_counts.ROLES["grpo"]]
-    words = [*nobody, "counts.reward=1", f"model={model}"]
+    run = RunDir(tmp_path / "run")
+    words = [*NOBODY, "counts.reward=1", f"model={model}"]
     words += ['sandbox={type="process"}', "tasks.train=1", "tasks.eval=1", "configs/demo.toml"]
     done = typed("hpc_swe.launch", "start", "--wait", 1, *words, "--run", run.root)
     config = existing.load(run)

@@ -21,10 +21,11 @@ from hpc_swe.base.store.parquet.evals import Attempt
 from hpc_swe.config import config as configuration
 from hpc_swe.launch import control, existing
 from tests.kit.checkout import ROOT, typed
+from tests.kit.constants import NOBODY
 from tests.kit.reported_run import RunMaker
 from tests.kit.waiting import DEADLINE_S
 
-ROLES = ["coordinator", "inference", "learner", "rollout", "reward"]
+pytestmark = pytest.mark.slow
 V0, V10, V20, V30 = (WeightVersion(step=step, incarnation=1) for step in (0, 10, 20, 30))
 
 
@@ -33,13 +34,12 @@ command = partial(typed, "hpc_swe.launch")
 
 def make_run(root, model, *words) -> RunDir:
     os.umask(0o077)
-    nobody = [f"counts.{role}=0" for role in ROLES]
     overrides = [
         f"model={model}",
         'sandbox={type="process"}',
         "tasks.train=2",
         "tasks.eval=1",
-        *nobody,
+        *NOBODY,
         *words,
     ]
     control.start(run := RunDir(root), configuration.read(ROOT / "configs/demo.toml", overrides=overrides))

@@ -34,6 +34,7 @@ from hpc_swe.tasks.sets.bugs import Bugs
 from hpc_swe.tasks.sets.programs import Programs
 from jobs.reward import graded
 from tests.kit.checkout import IMAGES, ROOT, environment
+from tests.kit.constants import NOBODY, empty_model
 from tests.kit.toy import BROKEN, RECIPES, UNITTESTS, gold, patch, row, taskset, write_rows
 
 DOUBLES = "Twice a number is the number doubled."
@@ -215,11 +216,10 @@ def test_a_run_takes_what_is_usable_and_says_what_it_left_out(tmp_path, caplog):
 
 def configured(rows: Path, *words: str) -> RunConfig:
     """A run of rows beside which a model lies, without processes."""
-    for name in ("config.json", "tokenizer.json"):
-        (rows.parent / name).write_text("{}")
+    empty_model(rows.parent)
     recipe = json.dumps(RECIPES["toy/unittest"]).replace(": ", " = ")
     overrides = [
-        *(f"counts.{role}=0" for role in ("coordinator", "inference", "learner", "rollout", "reward")),
+        *NOBODY,
         f"model={rows.parent}",
         f'taskset.train={{rows="{rows}", ids=""}}',
         'taskset.eval={rows="", ids=""}',

@@ -23,6 +23,7 @@ from hpc_swe.launch import control
 from hpc_swe.launch.view import Queue, RunReader, RunView
 from hpc_swe.view.status import LINES, _drawn, render
 from tests.kit.checkout import ROOT, typed
+from tests.kit.constants import NOBODY, empty_model
 
 DESIRED = {"coordinator": 1, "learner": 1, "inference": 4, "rollout": 16, "reward": 4}
 VERSION = WeightVersion(incarnation=1, step=12)
@@ -302,11 +303,8 @@ def test_status_of_what_is_no_run_is_one_line(tmp_path):
 def test_watch_ends_with_the_run_and_survives_a_malformed_report(tmp_path, read):
     os.umask(0o077)
     run = RunDir(tmp_path / "other")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    nobody = [f"counts.{role}=0" for role in DESIRED]
-    control.start(run, read(f"model={tmp_path / 'model'}", "tasks.train=2", "tasks.eval=1", *nobody))
+    model = empty_model(tmp_path / "model")
+    control.start(run, read(f"model={model}", "tasks.train=2", "tasks.eval=1", *NOBODY))
     publish(run)
     line = [sys.executable, "-m", "hpc_swe.status", str(run.root), "--watch"]
     watcher = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, cwd=ROOT)

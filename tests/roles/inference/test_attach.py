@@ -26,6 +26,7 @@ from hpc_swe.roles.inference.supervisor import free_port
 from hpc_swe.view import engine
 from jobs import run as jobs_run
 from tests.kit.checkout import ROOT, environment
+from tests.kit.constants import NOBODY, empty_model
 from tests.kit.engine_kit import (
     TOKEN,
     await_node,
@@ -80,10 +81,7 @@ class Somebody:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    folder = make_weights(tmp_path / "model")
-    (folder / "config.json").write_text("{}")
-    (folder / "tokenizer.json").write_text("{}")
-    return folder
+    return empty_model(make_weights(tmp_path / "model"))
 
 
 @pytest.fixture
@@ -197,10 +195,6 @@ def test_one_that_stays_away_is_one_clear_error_after_the_deadline(attach, someb
     assert f"EngineError: no health at {somebody.url} in 1 s; somebody else runs it" in log
 
 
-ROLES = ["coordinator", "inference", "learner", "rollout", "reward"]
-NOBODY = [f"counts.{role}=0" for role in ROLES]
-
-
 def configured(somebody: Somebody, *words: str) -> RunConfig:
     """The demo with somebody's engine; no jobs are started."""
     engine = f'engine={{type="scripted", replies="{somebody.engine.replies}"}}'
@@ -263,10 +257,7 @@ def test_a_wrong_key_and_another_model_are_told_apart(tmp_path, somebody, monkey
     with pytest.raises(ConfigError, match=r"refuses the key \(HTTP 401\).*give its key in VLLM_API_KEY"):
         control.start(RunDir(tmp_path / "a"), configured(somebody))
     monkeypatch.setenv("VLLM_API_KEY", TOKEN)
-    other = tmp_path / "another"
-    other.mkdir()
-    (other / "config.json").write_text("{}")
-    (other / "tokenizer.json").write_text("{}")
+    other = empty_model(tmp_path / "another")
     with pytest.raises(ConfigError, match=rf"another model, {somebody.model}, than model = '{other}'"):
         control.start(RunDir(tmp_path / "b"), configured(somebody, f"model={other}"))
 

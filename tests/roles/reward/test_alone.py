@@ -20,6 +20,7 @@ from hpc_swe.launch import control
 from hpc_swe.roles.reward.alone import Patience, watch
 from hpc_swe.tasks.graders.base import GRADER_BROKE
 from tests.kit.checkout import ROOT, environment
+from tests.kit.constants import NOBODY, empty_model
 from tests.kit.tracing import ALLOWS, traced
 from tests.kit.waiting import DEADLINE_S, until
 from tests.roles.reward.test_worker import episode, put, scores
@@ -99,11 +100,9 @@ def test_a_living_process_without_progress_blames_the_submission_at_last():
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    for name in ("config.json", "tokenizer.json"):
-        (tmp_path / name).write_text("{}")
-    words = [f"counts.{role}=0" for role in ("coordinator", "inference", "learner", "rollout", "reward")]
-    words += [
-        f"model={tmp_path}",
+    words = [
+        *NOBODY,
+        f"model={empty_model(tmp_path)}",
         f'grader={{type="tests.kit.deadly_grader:Deadly", looks="{tmp_path}/looks"}}',
     ]
     words += ['sandbox={type="process"}', "tasks.train=2", "tasks.eval=0", "eval.every=0", "reward.slots=1"]

@@ -29,6 +29,7 @@ from hpc_swe.base.store.submissions import Started, Submitted
 from hpc_swe.cluster.executors.base import Job
 from hpc_swe.cluster.executors.local import Local
 from hpc_swe.config import config as configuration
+from hpc_swe.config.settings import RunConfig
 from hpc_swe.launch import control, existing
 from hpc_swe.launch.view import Queue, RunView
 from hpc_swe.launch.watch import watch
@@ -38,12 +39,12 @@ from hpc_swe.view.evaluation.progress import EvaluationProgress, StallDetector, 
 from hpc_swe.view.evaluation.results import Summary
 from tests.kit import toy_model
 from tests.kit.checkout import ROOT
+from tests.kit.constants import NOBODY
 from tests.kit.small_evaluation import FAILS, GIVES_UP, SOLVES, Small, environment, make, official_report
 from tests.kit.waiting import until
 
-ROLES = ["coordinator", "inference", "rollout", "reward"]
+pytestmark = pytest.mark.slow
 SHAPE = toy_model.SHAPE | {"num_attention_heads": 4, "vocab_size": 512, "max_position_embeddings": 8192}
-NOBODY = [f"counts.{role}=0" for role in ROLES]
 
 
 # what it waits for
@@ -103,6 +104,13 @@ def test_patience_ends_when_nothing_moves_but_not_while_jobs_are_queued():
         detector.check(dataclasses.replace(stands, state=2, is_queued=True))
 
 
+def configured(small: Small, *words: str) -> RunConfig:
+    return configuration.read(
+        ROOT / "configs/demo.toml",
+        overrides=[*start.OWN, *(word for word in small.words if "=" in word), *words],
+    )
+
+
 class Elsewhere(Local, frozen=True, kw_only=True):
     """As if its jobs ran on other machines."""
 
@@ -119,13 +127,7 @@ class Elsewhere(Local, frozen=True, kw_only=True):
     ],
 )
 def test_the_end_of_the_watch_ends_local_jobs_and_leaves_cluster_jobs(small, kind, error, ends):
-    words = [
-        *start.OWN,
-        *(word for word in small.words if "=" in word),
-        *NOBODY,
-        f"executor={{type={kind!r}}}",
-    ]
-    config = configuration.read(ROOT / "configs/demo.toml", overrides=words)
+    config = configured(small, *NOBODY, f"executor={{type={kind!r}}}")
     control.start(small.out, config)
 
     def end(_) -> None:
@@ -152,10 +154,7 @@ class Held(Local, frozen=True, kw_only=True):
 
 def test_a_finished_evaluation_waits_for_no_job_in_the_queue(small):
     """Its results would come days later, and then GPUs would start for nothing."""
-    words = [*start.OWN, *(word for word in small.words if "=" in word), *NOBODY]
-    config = configuration.read(
-        ROOT / "configs/demo.toml", overrides=[*words, f"executor={{type='{__name__}:Held'}}"]
-    )
+    config = configured(small, *NOBODY, f"executor={{type='{__name__}:Held'}}")
     control.start(small.out, config)
     small.out.finished.touch()
     Held.waiting += [Job("rollout", "7", 1, "held", "JobHeldUser"), Job("reward", "8", 1, "waiting")]
@@ -166,11 +165,9 @@ def test_a_finished_evaluation_waits_for_no_job_in_the_queue(small):
 def test_a_role_stuck_at_the_start_leaves_no_job_of_another_role(small, monkeypatch):
     """Three submissions of a role have failed; the next start submits the others beside it."""
     monkeypatch.delenv("PYTHONPATH", raising=False)  # jobs would find the engine there
-    words = [*start.OWN, *(word for word in small.words if "=" in word), "counts.coordinator=0"]
-    words += ["counts.reward=0", "executor={type='local'}"]
-    config = configuration.read(ROOT / "configs/demo.toml", overrides=words)
-    nobody = configuration.read(ROOT / "configs/demo.toml", overrides=[*words, *NOBODY])
-    control.start(small.out, nobody)
+    words = ["counts.coordinator=0", "counts.reward=0", "executor={type='local'}"]
+    config = configured(small, *words)
+    control.start(small.out, configured(small, *words, *NOBODY))
     for number in (1, 2, 3):
         submissions.take(small.out, "inference", number)
         atomic.put(
@@ -325,7 +322,6 @@ def summary(run: RunDir) -> Summary:
     return msgspec.json.decode(run.summary.read_bytes(), type=Summary)
 
 
-@pytest.mark.slow
 def test_an_evaluation_leaves_what_was_handed_in_and_what_came_of_it(finished):
     small, done = finished
     assert done.returncode == 0, done.stdout + done.stderr
@@ -345,7 +341,6 @@ def test_an_evaluation_leaves_what_was_handed_in_and_what_came_of_it(finished):
     assert {row["turns"] for row in rows} == {1, 2}
 
 
-@pytest.mark.slow
 def test_what_an_evaluation_has_sampled_becomes_rows_to_train_on(finished):
     small, _ = finished
     out = small.folder / "sampled.parquet"
@@ -358,7 +353,6 @@ def test_what_an_evaluation_has_sampled_becomes_rows_to_train_on(finished):
     assert Counter(sum(row["loss_mask"]) for row in pq.read_table(out).to_pylist()) == sampled
 
 
-@pytest.mark.slow
 def test_swebench_s_own_loader_and_report_take_what_it_leaves(finished):
     small, _ = finished
     resolved = 0
@@ -374,7 +368,6 @@ def atomic_json(path: Path) -> dict[str, int]:
     return msgspec.json.decode(path.read_bytes())
 
 
-@pytest.mark.slow
 def test_the_same_command_again_shows_the_results_and_submits_nothing(finished):
     small, first = finished
     before = sorted(path.name for path in small.out.launches.glob("*/*"))
@@ -384,7 +377,6 @@ def test_the_same_command_again_shows_the_results_and_submits_nothing(finished):
     assert sorted(path.name for path in small.out.launches.glob("*/*")) == before
 
 
-@pytest.mark.slow
 def test_both_ways_of_history_are_compared_also_with_a_foreign_engine(finished, monkeypatch):
     small, _ = finished
     small.replies(SOLVES)
@@ -401,7 +393,6 @@ def test_both_ways_of_history_are_compared_also_with_a_foreign_engine(finished, 
     assert (refused.returncode, refused.stderr.count("4 there, 3 here, 3 in both; --common")) == (2, 1)
 
 
-@pytest.mark.slow
 def test_a_killed_command_and_a_killed_coordinator_lose_nothing(small):
     small.replies(SOLVES, GIVES_UP, FAILS, delay_s=0.4)
     assert "the same command" in small.evaluate("--detach").stdout
@@ -437,7 +428,6 @@ def await_done(run: RunDir, count: int) -> None:
     until(are_done, f"the end of {count} episodes")
 
 
-@pytest.mark.slow
 def test_jobs_that_cannot_live_end_the_command_with_the_reason(small):
     (small.folder / "replies.json").write_text("no JSON")
     done = small.evaluate("max_restarts=0", "engine.load_timeout_s=5.0")
