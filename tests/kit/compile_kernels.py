@@ -38,8 +38,6 @@ def kernels() -> Iterator[Kernel]:
             where = f"{long} {long} {long} i32 *u8 *i{8 * size} {long} {long} {long} {long}"
             yield d._encode, where, width | block | {"is_narrow": flag}
             yield p._apply, f"{long} i32 *i32 {long} i32", {"dtype": bits, "is_narrow": flag} | block
-            finite = {"infinity": 1, "bits": bits, "is_aligned": flag}
-            yield d._finite, f"{long} {long} {long} *i32 i32", finite | block
             mask, height, wide = (1 << (8 * size)) - 1, g.TILE[0], g.TILE[1]
             tile = {"height": height, "width": wide, "block": g.TILE_BLOCK}
             tile |= {"dtype": bits, "size": size, "unit": g.VECTOR // size if flag else 1, "mask": mask}

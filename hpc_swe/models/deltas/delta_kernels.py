@@ -176,22 +176,6 @@ def _last_before(is_any: Tensor, last: Tensor) -> Tensor:
     return known[rank - is_any.long()]
 
 
-def all_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """Return whether each tensor holds finite numbers only, bool [tensors]."""
-    device, dense = tensors[0].device, [tensor.contiguous() for tensor in tensors]
-    dtypes = sorted({tensor.dtype for tensor in dense}, key=str)
-    rows = [(each.data_ptr(), each.numel(), dtypes.index(each.dtype)) for each in dense]
-    table, blocks = on_device(rows, device), Blocks.of([count for _, count, _ in rows], device)
-    flags = torch.ones(len(dense), dtype=torch.int32, device=device)
-    for i, dtype in enumerate(dtypes):
-        integers, bits = BITS[dtype.itemsize]
-        infinity = int(torch.tensor(float("inf"), dtype=dtype).view(integers))
-        is_aligned = not any((address | count) % 16 for address, count, kind in rows if kind == i)
-        inputs = table, blocks.owners, blocks.own_starts, flags, i
-        _finite[(blocks.size,)](*inputs, infinity, bits, is_aligned, BLOCK, num_warps=WARPS)
-    return flags.bool()
-
-
 @triton.jit
 def _larger(left, right):
     return tl.maximum(left, right)
@@ -289,23 +273,3 @@ def _encode(
     mask: tl.constexpr = (1 << (8 * size)) - 1
     difference = (after.to(tl.int64) & mask) - (before.to(tl.int64) & mask)
     tl.store(grown + index, tl.sum(difference * weight, 0))
-
-
-@triton.jit(do_not_specialize=["kind"])
-def _finite(
-    table, owners, own_starts, flags, kind, infinity: tl.constexpr,
-    bits: tl.constexpr, is_aligned: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    index = tl.program_id(0).to(tl.int64)
-    owner = tl.load(owners + index)
-    row = table + 3 * owner
-    if tl.load(row + 2) != kind:
-        return
-    values = tl.load(row).to(tl.pointer_type(bits))
-    count = tl.load(row + 1)
-    if is_aligned:
-        values, count = tl.multiple_of(values, 16), tl.multiple_of(count, 16)
-    place = (index - tl.load(own_starts + index)) * block + tl.arange(0, block)
-    value = tl.load(values + place, mask=place < count, other=0)
-    if tl.max(((value & infinity) == infinity).to(tl.int32), 0) == 1:
-        tl.store(flags + owner, 0)

@@ -181,15 +181,6 @@ def encode_all(
     return [each and Changes(*each) for each in coded], growths
 
 
-def all_finite(tensors: Sequence[Tensor]) -> list[bool]:
-    """Return whether each tensor holds finite numbers only; all must be on one device."""
-    if not tensors or not tensors[0].is_cuda:
-        return [bool(tensor.isfinite().all()) for tensor in tensors]
-    from hpc_swe.models.deltas import delta_kernels  # needs triton, which a CPU may lack
-
-    return [bool(flag) for flag in delta_kernels.all_finite(tensors).tolist()]
-
-
 def text(digest: int) -> str:
     """Write a digest as a manifest holds it: 16 hex digits."""
     return f"{digest % (1 << 64):016x}"

@@ -7,6 +7,7 @@ each rank keeps the values of its share: `NAME:codes` and `NAME:others` are thos
 
 import json
 import logging
+import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from hpc_swe.base.records import TensorInfo
 from hpc_swe.base.store import atomic
-from hpc_swe.models.deltas.tensor_delta import Digests, all_finite, encode_all, text
+from hpc_swe.models.deltas.tensor_delta import Digests, encode_all, text
 from hpc_swe.models.model_shape import ModelShape, read_json
 from hpc_swe.models.policies._megatron.kernels import pinned
 from hpc_swe.models.policies._megatron.model.model import PolicyModel
@@ -116,10 +117,9 @@ class Exporter:
 
         Engines serve what is published, and nothing after this checks every number.
         """
-        named = list(self._parameters.items())
-        flags = all_finite([parameter.data for _, parameter in named])
-        bad_here = [name for (name, _), is_finite in zip(named, flags, strict=True) if not is_finite]
-        mine = {self._layouts[name].sources[0] for name in bad_here}
+        named = self._parameters.items()
+        largest = {name: torch.linalg.vector_norm(each.data, math.inf) for name, each in named}
+        mine = {self._layouts[name].sources[0] for name, each in largest.items() if not each.isfinite()}
         if bad := sorted(set().union(*self._ranks.gather(mine))):
             raise FloatingPointError(
                 f"{bad[0]}, or one fused with it, is not finite ({len(bad)} tensors in all); not published"
