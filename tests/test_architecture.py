@@ -27,7 +27,7 @@ FILE_LINES = 400
 LONGER: dict[str, int] = {}
 FUNCTION_LINES, USUAL_FUNCTION_LINES = 60, 28
 TEST_NAME = 70
-TEST_LINES = 52_266  # of all tests and what they share; it may only fall, towards 42,000
+TEST_LINES = 52_246  # of all tests and what they share; it may only fall, towards 42,000
 # Lines of each package: what it has, rounded up. Who adds much notices, and says why.
 BUDGETS = {
     "hpc_swe": 84,
@@ -50,11 +50,11 @@ BUDGETS = {
     "hpc_swe/makers/images": 1_242,  # links of files are made between runs of tests; pulls wait together
     "hpc_swe/models": 1_049,
     "hpc_swe/models/advantages": 141,
-    "hpc_swe/models/deltas": 979,
+    "hpc_swe/models/deltas": 934,
     "hpc_swe/models/engines": 3_096,
     "hpc_swe/models/policies": 7_011,  # values of a checkpoint go straight into their files
     "hpc_swe/roles": 291,
-    "hpc_swe/roles/coordinator": 3_310,  # penalties; ends a run of refused weights; batches of archives
+    "hpc_swe/roles/coordinator": 3_300,  # penalties; ends a run of refused weights; batches of archives
     "hpc_swe/roles/inference": 717,  # tries refused weights again, and counts
     "hpc_swe/roles/learner": 1_304,  # deals batches that were cut for other ranks
     "hpc_swe/roles/reward": 359,
@@ -63,7 +63,7 @@ BUDGETS = {
     "hpc_swe/tasks/graders": 5_646,  # says whose file does what, also of inherited tests; seals assertions
     "hpc_swe/tasks/sets": 2_033,  # reads published sets in their own columns; gives tests the names they use
     "hpc_swe/view": 715,
-    "hpc_swe/view/benchmarks": 854,
+    "hpc_swe/view/benchmarks": 844,
     "hpc_swe/view/evaluation": 528,
     "hpc_swe/view/report": 841,
     "jobs": 1_154,

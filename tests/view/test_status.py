@@ -32,7 +32,7 @@ CURVES = (
     *("reward/mean", "solve/train", "solve/eval/greedy", "solve/eval/sampled", "groups/signal_rate"),
     *("staleness/mean", "staleness/max", "groups/dropped_old", "rate/sampled_tokens"),
     *("episodes/turns", "episodes/infra_rate"),
-    "length/finished_d0",
+    "exit/completed",
 )
 
 

@@ -25,7 +25,7 @@ from hpc_swe.base.rundir import RunDir
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.launch import existing
 
-WAIT, KINDS, PARTS = "step_seconds/wait", ("finished", "trained", "dropped"), 4
+WAIT, PARTS = "step_seconds/wait", 4
 TRAINS = ("reference", "forward", "backward", "optimizer")
 STAGES = ("queue", "sandbox", "engine_queue", "prefill", "decode", "tools", "grading")
 """Parts of an episode, curves of seconds/."""
@@ -44,7 +44,7 @@ class Step:
     @property
     def samples(self) -> float:
         """Return how many episodes the step's batch consumed."""
-        return sum(self.values.get(f"length/finished_d{decile}", 0.0) for decile in range(10))
+        return self.values.get("episodes/finished", 0.0)
 
     def weighted(self, name: str) -> float:
         """Return a mean over the step's samples, times their number."""
@@ -125,12 +125,6 @@ class Loop:
         spent = sum(step.values.get(f"step_seconds/{part}", 0.0) for step in self.steps for part in parts)
         return 100 * spent / self.seconds
 
-    def of_deciles(self, kind: str) -> list[float]:
-        """Return the counts of one kind of episodes by decile of length."""
-        return [
-            sum(s.values.get(f"length/{kind}_d{decile}", 0.0) for s in self.steps) for decile in range(10)
-        ]
-
 
 def figures(loop: Loop) -> dict[str, str]:
     """Return what the metrics of a run say: name -> cell."""
@@ -151,6 +145,8 @@ def figures(loop: Loop) -> dict[str, str]:
         **{f"s in {stage}": f"{_mean(loop.steps, f'seconds/{stage}'):.3g}" for stage in STAGES},
         **{f"engine {part} %": f"{100 * _mean(loop.steps, f'engines/{part}'):.1f}" for part in ENGINE},
         "prompts cached %": f"{100 * cached / max(prompts, 1.0):.1f}",
+        "tokens an episode": f"{_mean(loop.steps, 'episodes/tokens'):,.0f}",
+        "tokens a trained one": f"{_mean(loop.steps, 'episodes/trained_tokens'):,.0f}",
         "stale mean": f"{fmean(ages):.2f}",
         "stale max": f"{oldest:.0f}",
     }
@@ -186,8 +182,8 @@ def read(folder: Path) -> Loop:
     return Loop(config, steps, rates)
 
 
-def compare(loops: Mapping[str, Loop]) -> list[Table]:
-    """Return the table of rates, and the counts of episodes by decile of their length, shortest first."""
+def compare(loops: Mapping[str, Loop]) -> Table:
+    """Return the table of what each run reached."""
     least = min(loop.samples for loop in loops.values())
     loops = {name: replace(loop, steps=first_samples(loop.steps, least)) for name, loop in loops.items()}
     columns = {name: figures(loop) for name, loop in loops.items()}
@@ -198,11 +194,7 @@ def compare(loops: Mapping[str, Loop]) -> list[Table]:
     rates.add_row("mode", *(mode(loop.config) for loop in loops.values()))
     for row in dict.fromkeys(row for cells in columns.values() for row in cells):
         rates.add_row(row, *(cells.get(row, "-") for cells in columns.values()))
-    counts = tables.table(("run", "episodes"), tuple(f"d{decile}" for decile in range(10)))
-    for name, loop in loops.items():
-        for kind in KINDS:
-            counts.add_row(name, kind, *(f"{total:,.0f}" for total in loop.of_deciles(kind)))
-    return [rates, counts]
+    return rates
 
 
 @cli.command
@@ -216,13 +208,11 @@ def main() -> None:
     if len(set(names.values())) < len(names):
         names = {folder: str(folder) for folder in names}
     loops = {name: read(folder) for folder, name in names.items()}
-    rates, counts = compare(loops)
-    tables.show(tables.console, rates)
+    tables.show(tables.console, compare(loops))
     tables.say("in engines: mean number of episodes that wait for a completion at a time, for each engine")
     tables.say("s in queue, sandbox, ..: seconds of an episode in spools, and in each stage of its work")
     tables.say("engine prefill %, decode %, ..: of its time; full: of decode, while requests wait for room")
     tables.say("solve q1..q4: share of resolved episodes in each quarter of the samples")
-    tables.show(tables.console, counts)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ from hpc_swe.base.records import CoordinatorState, ExitStatus, Sampling, Score, 
 from hpc_swe.base.store.spool import Address
 from hpc_swe.config.settings import BatchesConfig, GroupsConfig
 from hpc_swe.models.advantages.grpo import Grpo
+from hpc_swe.roles.coordinator.batching.batch_metrics import of_batch
 from hpc_swe.roles.coordinator.batching.batches import (
+    BatchPlan,
     BatchSettings,
     GroupDecision,
     build_batches,
@@ -197,6 +199,18 @@ def test_one_old_turn_among_new_ones_drops_the_group():
     )
     assert decide(members, 10, batch_settings(groups={"max_staleness": 8})).status == "too_old"
     assert decide(members, 9, batch_settings(groups={"max_staleness": 8})).status == "trained"
+
+
+def test_curves_show_when_long_episodes_are_dropped_or_masked():
+    short = [scored(1.0, step=1), scored(0.0, index=1, length=5, step=1)]
+    masked = scored(0.0, index=2, length=90, step=1, status=ExitStatus.CONTEXT)
+    old = [scored(1.0, 1, length=20), scored(0.0, 1, index=1, length=40)]
+    groups = [group(*short, masked), group(*old, number=1)]
+    how = batch_settings(overlong="mask_loss", groups={"max_staleness": 0})
+    decisions = {number: decide(each, 1, how) for number, each in enumerate(groups)}
+    values = of_batch(groups, BatchPlan(1, [0], [1], decisions, CoordinatorState()))
+    lengths = {kind: values[f"episodes/{kind}"] for kind in ("finished", "trained_tokens", "dropped_tokens")}
+    assert lengths == {"finished": 5.0, "trained_tokens": 4.0, "dropped_tokens": 30.0}
 
 
 # composing

@@ -20,7 +20,7 @@ def learner(step: int, time: float, wait: float = 1.0) -> MetricLine:
 
 
 def batch(step: int, samples: float, solved: float) -> MetricLine:
-    values = {"length/finished_d0": samples, "solve/train": solved}
+    values = {"episodes/finished": samples, "solve/train": solved}
     return MetricLine(step=step, time=float(step), values=values)
 
 
@@ -45,16 +45,11 @@ def config():
     return from_words([str(ROOT / "configs/demo.toml")])
 
 
-def of_deciles(finished: float, trained: list[float]) -> Step:
-    counts = {f"length/finished_d{d}": finished for d in range(10)}
-    return Step(10.0, counts | {f"length/trained_d{d}": n for d, n in enumerate(trained)})
-
-
 def test_a_run_is_compared_with_the_best_synchronous_one(config):
-    steps = [of_deciles(1.0, [1.0] * 10)]
+    steps = [Step(10.0, {"episodes/finished": 10.0})]
     still = from_words([str(ROOT / "configs/demo.toml"), "groups.max_staleness=0"])
     fast = [Step(5.0, steps[0].values)]
-    rates, _ = compare({"sync": Loop(still, steps, {"greedy": [0.25, 0.5]}), "async": Loop(config, fast)})
+    rates = compare({"sync": Loop(still, steps, {"greedy": [0.25, 0.5]}), "async": Loop(config, fast)})
     cells = {row[0]: row[1:] for row in zip(*(column.cells for column in rates.columns), strict=True)}
     assert cells["times the best synchronous"] == ("1.00", "2.00")
     assert cells["held-out greedy"] == ("0.250 to 0.500", "-")
@@ -64,26 +59,21 @@ def test_a_run_is_compared_with_the_best_synchronous_one(config):
 def made(tmp_path):
     maker = RunMaker(tmp_path / "made")
     curves = Log(maker.run.metric_log("learner-1"))
-    deciles = {
-        f"length/{kind}_d{n}": float(kind != "dropped")
-        for kind in ("finished", "trained", "dropped")
-        for n in range(10)
-    }
     for step in range(5):  # the first two and the last are left out, at staleness 1
         stages = {"seconds/engine": 2.0, "seconds/decode": 1.5, "episodes/prompt_tokens": 40.0}
         stages |= {"episodes/cached_tokens": 30.0, "engines/idle": 0.25}
-        curves.write(step, {"step_seconds/wait": 0.0, "solve/train": 0.5, **stages, **deciles})
+        stages |= {"episodes/finished": 20.0, "episodes/tokens": 90.0, "episodes/trained_tokens": 80.0}
+        curves.write(step, {"step_seconds/wait": 0.0, "solve/train": 0.5, **stages})
     return maker.run.root
 
 
-def test_the_command_prints_rates_and_counts_by_length(made):
+def test_the_command_prints_rates(made):
     done = typed("hpc_swe.benchmarks.loop", made)
     assert done.returncode == 0, done.stderr
     assert "asynchronous" in done.stdout
     cells = {line.rpartition(" ")[0].strip(): line.split()[-1] for line in done.stdout.splitlines() if line}
     assert (cells["s in decode"], cells["prompts cached %"]) == ("1.5", "75.0")
     assert (cells["engine idle %"], cells["engine full %"]) == ("25.0", "0.0")
-    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("made")]
-    assert ["made", "trained", *["2"] * 10] in rows
+    assert (cells["samples"], cells["tokens a trained one"]) == ("40", "80")
     done = typed("hpc_swe.benchmarks.loop", made.parent)
     assert (done.returncode, done.stdout) == (2, "")

@@ -43,9 +43,10 @@ def of_batch(groups: Sequence[Group], batch_plan: BatchPlan) -> dict[str, float]
         "groups/no_signal": kinds["no_signal"],
         "groups/dropped_few": kinds["too_few"],
         "groups/dropped_old": kinds["too_old"],
+        "episodes/finished": float(len(results)),
         **_staleness(decided),
         **_episodes(results),
-        **_deciles(decided),
+        **_lengths(decided),
     }
 
 
@@ -181,26 +182,15 @@ def of_engines(spent: EngineTime) -> dict[str, float]:
     return {f"engines/{name.removesuffix('_s')}": seconds / whole for name, seconds in parts}
 
 
-def _deciles(decided: Decided) -> dict[str, float]:
-    """Count finished, trained and dropped episodes by decile of length, the longest in d9.
-
-    The counts show when long episodes are dropped or masked more often than short ones.
-    """
-    rows = []
-    for group, decision in decided:
-        episodes = decision.episodes if decision.status == "trained" else []
-        trained = {c.episode.request.index for c in episodes if c.tokens}
-        dropped = decision.status in ("too_few", "too_old")
-        rows += [
-            (sampled_tokens(s.episode), s.episode.request.index in trained, dropped) for s in group.results
-        ]
-    values = {f"length/{kind}_d{d}": 0.0 for kind in ("finished", "trained", "dropped") for d in range(10)}
-    for place, (_, trained_too, dropped_too) in enumerate(sorted(rows, key=lambda row: row[0])):
-        decile = place * 10 // len(rows)
-        values[f"length/finished_d{decile}"] += 1
-        values[f"length/trained_d{decile}"] += trained_too
-        values[f"length/dropped_d{decile}"] += dropped_too
-    return values
+def _lengths(decided: Decided) -> dict[str, float]:
+    """Return mean lengths that differ when long episodes are dropped or masked more often than short ones."""
+    kinds = {
+        "trained": [c.episode for _, d in decided if d.status == "trained" for c in d.episodes if c.tokens],
+        "dropped": [s.episode for g, d in decided if d.status in ("too_few", "too_old") for s in g.results],
+    }
+    return {
+        f"episodes/{kind}_tokens": fmean(map(sampled_tokens, found)) for kind, found in kinds.items() if found
+    }
 
 
 def _mean(values: Sequence[float]) -> float:
