@@ -1,7 +1,8 @@
-"""An image of the toy repository with all that published ones of SWE-smith and of R2E-Gym hold."""
+"""Images of the toy repository with all that published ones hold."""
 
 import shutil
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_swe.makers.images.sources import apptainer
@@ -27,28 +28,67 @@ class TestNever:
 """
 
 
+_RUN_IT = '#!/bin/sh\nexec python3 "$@"\n'
+_PROGRAMS = {
+    "usr/local/bin/python": _RUN_IT,
+    "usr/local/bin/pytest": '#!/bin/sh\nexec python3 -m pytest "$@"\n',
+    "opt/miniconda3/bin/activate": 'conda() { PATH="/opt/miniconda3/envs/testbed/bin:$PATH"; }\n',
+    "opt/miniconda3/envs/testbed/bin/python": _RUN_IT,
+}
+_FAST = ("--mksquashfs-args", "-comp zstd -Xcompression-level 3")
+
+
+@dataclass(frozen=True)
+class PublishedImage:
+    """An unpacked image whose repository has one task's base commit, without that task's tests."""
+
+    tree: Path
+    base: str
+
+
+def publish_base(folder: Path, workdir: str) -> PublishedImage:
+    """Make an image of a row with a test patch; its repository is at the commit that subtracts."""
+    tree = _unpacked(folder)
+    repository = tree / workdir.lstrip("/")
+    base = _repository(repository, {})
+    _add(tree, _PROGRAMS)
+    return PublishedImage(tree, base)
+
+
 def publish(folder: Path) -> Path:
-    """Make published.sif in a folder; its repository is at the commit before the last, which subtracts."""
-    require_apptainer(UNPACKED)
-    tree, sif = folder / "tree", folder / "published.sif"
-    subprocess.run(["cp", "-a", str(UNPACKED), str(tree)], check=True, timeout=300)
-    shutil.rmtree(tree / "testbed", ignore_errors=True)
-    commit = make_repository(tree / "testbed", {HIDDEN: TESTS})
-    git(tree / "testbed", "reset", "-q", "--hard", commit)
-    run_it = '#!/bin/sh\nexec python3 "$@"\n'
+    """Make published.sif in a folder, an image of SWE-smith and of R2E-Gym, which holds the tests."""
+    tree, sif = _unpacked(folder), folder / "published.sif"
+    _repository(tree / "testbed", {HIDDEN: TESTS})
     made = {
         "testbed/run_tests.sh": "python -m pytest r2e_tests\n",
-        "testbed/.venv/bin/python": run_it,
+        "testbed/.venv/bin/python": _RUN_IT,
         "testbed/calc/__pycache__/core.cpython-311.pyc": MENDED,
         "r2e_tests/__init__.py": "",
         "r2e_tests/test_1.py": R2E_TESTS,
-        "opt/miniconda3/bin/activate": 'conda() { PATH="/opt/miniconda3/envs/testbed/bin:$PATH"; }\n',
-        "opt/miniconda3/envs/testbed/bin/python": run_it,
     }
-    for path, text in made.items():
+    _add(tree, made | _PROGRAMS)
+    apptainer("build", *_FAST, str(sif), str(tree), work=folder)
+    shutil.rmtree(tree)
+    return sif
+
+
+def _unpacked(folder: Path) -> Path:
+    require_apptainer(UNPACKED)
+    tree = folder / "tree"
+    subprocess.run(["cp", "-a", str(UNPACKED), str(tree)], check=True, timeout=300)
+    shutil.rmtree(tree / "testbed", ignore_errors=True)
+    return tree
+
+
+def _repository(folder: Path, more: dict[str, str]) -> str:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    commit = make_repository(folder, more)
+    git(folder, "reset", "-q", "--hard", commit)
+    return commit
+
+
+def _add(tree: Path, files: dict[str, str]) -> None:
+    for path, text in files.items():
         (tree / path).parent.mkdir(parents=True, exist_ok=True)
         (tree / path).write_text(text)
         (tree / path).chmod(0o755)
-    apptainer("build", str(sif), str(tree), work=folder)
-    shutil.rmtree(tree)
-    return sif
