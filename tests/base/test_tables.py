@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hpc_swe.base import tables
-from hpc_swe.base.records import RoleStatus, Sampling, StatusReport, WeightVersion
+from hpc_swe.base.records import RoleStatus, Sampling
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store.parquet.evals import Attempt
 from hpc_swe.config import config as configuration
@@ -24,6 +24,7 @@ from hpc_swe.view import status
 from hpc_swe.view.evaluation import results
 from hpc_swe.view.evaluation.results import Finished
 from tests.kit.checkout import ROOT
+from tests.kit.constants import status_report
 from tests.kit.scripted import SMALL
 
 LONG = "a_label_that_somebody_made_[long]_and_with_brackets_41"
@@ -106,15 +107,10 @@ def test_tables_of_a_dry_run(tmp_path):
 @pytest.mark.parametrize("width", [60, 80])
 def test_the_screen_of_a_run_keeps_names_and_last_values_of_its_curves(width):
     names = [f"solve/eval/{LONG[:30]}{n}" for n in range(3)]
-    report = StatusReport(
-        beat=1,
+    report = status_report(
         roles=[RoleStatus(role="rollout", desired=4, alive=3)],
         spools={"requests": {"ready": 1}},
-        waits_for="",
-        step=1,
-        newest=WeightVersion(),
         recent={name: [0.123456789e-9 * n for n in range(20)] for name in names},
-        errors=[],
     )
     view = RunView(name="r", steps=2, desired={"rollout": 4}, orders=[], queue=Queue(), report=report)
     console = Console(file=io.StringIO(), width=width, highlight=False)

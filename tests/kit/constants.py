@@ -1,8 +1,9 @@
-"""What tests configure runs with: no jobs, a model without anything, plugins with other constants."""
+"""What tests configure runs with: no jobs, a model without anything, reports, plugins of other constants."""
 
 from pathlib import Path
 from typing import TypeVar
 
+from hpc_swe.base.records import StatusReport, WeightVersion
 from hpc_swe.config import job_counts
 
 T = TypeVar("T")
@@ -16,6 +17,12 @@ def empty_model(folder: Path, content: str = "{}") -> Path:
     for name in ("config.json", "tokenizer.json"):
         (folder / name).write_text(content)
     return folder
+
+
+def status_report(**changes: object) -> StatusReport:
+    """Return a report that says nothing else."""
+    nothing = {"beat": 1, "roles": [], "spools": {}, "waits_for": "", "step": 0, "recent": {}, "errors": []}
+    return StatusReport(**{**nothing, "newest": WeightVersion(), **changes})
 
 
 def varied(kind: type[T], **constants: object) -> type[T]:

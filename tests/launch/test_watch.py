@@ -5,11 +5,12 @@ import time
 import pytest
 
 from hpc_swe.base.errors import ConfigError, DeadlineError, HpcSweError
-from hpc_swe.base.records import Node, StatusReport, WeightVersion
+from hpc_swe.base.records import Node
 from hpc_swe.base.store import atomic
 from hpc_swe.cluster.executors.base import Job
 from hpc_swe.launch.submit import REST_S, TickResult
 from hpc_swe.launch.watch import SAVE_S, given_up, watch
+from tests.kit.constants import status_report
 from tests.kit.played import Config, Played
 
 WAIT_S = 60.0
@@ -183,9 +184,7 @@ def test_ctrl_c_gives_a_learner_without_new_steps_no_time(run, learning):
 
 def test_what_keeps_engines_from_their_work_is_said_once(run, caplog):
     def report(**troubles):
-        empty = {"roles": [], "spools": {}, "recent": {}, "errors": []}
-        told = StatusReport(beat=1, waits_for="", step=0, newest=WeightVersion(), troubles=troubles, **empty)
-        return lambda _: atomic.put(run.status, told)
+        return lambda _: atomic.put(run.status, status_report(troubles=troubles))
 
     refused = report(engine_1="refused v000001-i01: the probe", engine_2="refused v000001-i01: the probe")
     works = [report(), nothing, report(engine_2="restart 1 of 5: no answer")]

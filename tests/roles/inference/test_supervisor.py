@@ -83,9 +83,8 @@ def end(engines: list[int]) -> None:
 
 
 def test_it_frees_its_gpus_for_the_learner_and_keeps_requests(start, run, model, engine, tmp_path):
-    (turns := tmp_path / "turns").mkdir()
-    learner = LearnerTurn(turns, 0, DEADLINE_S)
-    start(turns=str(turns))
+    learner = LearnerTurn(tmp_path, 0, DEADLINE_S)
+    start(turns=str(tmp_path))
     url = await_node(run, is_serving(version(0))).url
     learner.take()
     assert await_node(run, lambda node: node.state == "sleeping").versions == [version(0)]
@@ -116,9 +115,8 @@ def full_nodes(run: RunDir, tmpfs) -> Callable[[], None]:
 
 def test_a_full_disk_ends_no_engine_that_goes_to_sleep_or_wakes(full_nodes, start, run, tmp_path):
     """Its cell says so as soon as there is room."""
-    (turns := tmp_path / "turns").mkdir()
-    learner = LearnerTurn(turns, 0, DEADLINE_S)
-    process = start(turns=str(turns))
+    learner = LearnerTurn(tmp_path, 0, DEADLINE_S)
+    process = start(turns=str(tmp_path))
     url = await_node(run, is_serving(version(0))).url
     full_nodes()
     learner.take()
@@ -136,9 +134,8 @@ def test_a_full_disk_ends_no_engine_that_goes_to_sleep_or_wakes(full_nodes, star
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_engine_that_dies_or_stops_asleep_is_replaced(start, run, tmp_path, number):
-    (turns := tmp_path / "turns").mkdir()
-    learner = LearnerTurn(turns, 0, DEADLINE_S)
-    start(turns=str(turns))
+    learner = LearnerTurn(tmp_path, 0, DEADLINE_S)
+    start(turns=str(tmp_path))
     before = await_node(run, is_serving(version(0))).url
     learner.take()
     os.kill(serving_process(str(tmp_path)), number)

@@ -13,29 +13,19 @@ from hpc_swe.base.records import (
     CheckpointManifest,
     FileInfo,
     MicroBatch,
-    StatusReport,
     WeightVersion,
 )
 from hpc_swe.base.store import atomic, checkpoints, folders, orders, weights
 from hpc_swe.roles.learner.batch_source import SILENT_PULSES, BatchSource, Order, deal
 from hpc_swe.roles.learner.collective import on_all_ranks, on_rank_zero
 from hpc_swe.roles.learner.publish import Publisher, Snapshots, take_incarnation
+from tests.kit.constants import status_report
 from tests.kit.crash import in_child
 from tests.kit.one_rank import OneRank, publish_batch
 
 
 def beat(run, number):
-    report = StatusReport(
-        beat=number,
-        roles=[],
-        spools={},
-        waits_for="an engine",
-        step=0,
-        newest=WeightVersion(),
-        recent={},
-        errors=[],
-    )
-    atomic.put(run.status, report)
+    atomic.put(run.status, status_report(beat=number, waits_for="an engine"))
 
 
 def test_the_next_batch_is_trained_and_no_other(run):

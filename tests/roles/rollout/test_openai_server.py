@@ -59,9 +59,13 @@ def free_port() -> socket.socket:
 
 
 def post(address: ChatAddress, **body: object) -> httpx.Response:
+    return post_raw(address, json=body)
+
+
+def post_raw(address: ChatAddress, **content: object) -> httpx.Response:
     headers = {"Authorization": f"Bearer {address.key}"}
     url = f"{address.url}/chat/completions"
-    return httpx.post(url, headers=headers, json=body, trust_env=False, timeout=DEADLINE_S)
+    return httpx.post(url, headers=headers, trust_env=False, timeout=DEADLINE_S, **content)
 
 
 def observed(answer: dict) -> list[dict]:
@@ -84,10 +88,8 @@ def observed(answer: dict) -> list[dict]:
     ],
 )
 def test_half_a_character_in_a_history_ends_no_session(on, address, sent, read):
-    headers = {"Authorization": f"Bearer {address.key}"}
     body = '{"messages": [{"role": "user", "content": "' + sent + '"}]}'
-    url = f"{address.url}/chat/completions"
-    answer = httpx.post(url, headers=headers, content=body, trust_env=False, timeout=DEADLINE_S)
+    answer = post_raw(address, content=body)
     assert answer.status_code == 200, answer.text
     assert on.recorder.messages[0].content == read
 
@@ -165,9 +167,7 @@ def test_a_client_that_has_no_more_to_ask_is_answered(on, address, stream):
 
 
 def test_a_body_without_a_length_is_refused_in_words_that_help(address):
-    headers = {"Authorization": f"Bearer {address.key}"}
-    url = f"{address.url}/chat/completions"
-    answer = httpx.post(url, headers=headers, content=iter([b"{}"]), trust_env=False)
+    answer = post_raw(address, content=iter([b"{}"]))
     assert answer.status_code == 411
     assert "chunked" in answer.json()["error"]["message"]
 
@@ -266,9 +266,7 @@ def test_the_policy_keeps_only_its_own_agent_waiting(on):
     ],
 )
 def test_no_body_breaks_the_front(on, address, body):
-    headers = {"Authorization": f"Bearer {address.key}"}
-    url = f"{address.url}/chat/completions"
-    answer = httpx.post(url, headers=headers, content=body, trust_env=False, timeout=DEADLINE_S)
+    answer = post_raw(address, content=body)
     assert answer.status_code in (200, 400)
     assert post(address, messages=START).status_code == 200
     assert on.recorder.failure is None

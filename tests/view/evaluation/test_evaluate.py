@@ -39,7 +39,7 @@ from hpc_swe.view.evaluation.progress import EvaluationProgress, StallDetector, 
 from hpc_swe.view.evaluation.results import Summary
 from tests.kit import toy_model
 from tests.kit.checkout import ROOT
-from tests.kit.constants import NOBODY
+from tests.kit.constants import NOBODY, status_report
 from tests.kit.small_evaluation import FAILS, GIVES_UP, SOLVES, Small, environment, make, official_report
 from tests.kit.waiting import until
 
@@ -53,16 +53,7 @@ SHAPE = toy_model.SHAPE | {"num_attention_heads": 4, "vocab_size": 512, "max_pos
 def view(**changes: object) -> RunView:
     version = WeightVersion()
     recent = {"evaluation/done": [3.0], "evaluation/resolved": [2.0]}
-    report = StatusReport(
-        beat=1,
-        roles=[],
-        spools={},
-        waits_for="2 of 4 tasks",
-        step=0,
-        newest=version,
-        recent=recent,
-        errors=[],
-    )
+    report = status_report(waits_for="2 of 4 tasks", recent=recent)
     engine = Endpoint(owner="e", url="http://e", versions=[version], updating=False)
     known = {"report": report, "engines": [engine], "queue": Queue(), "desired": {"inference": 1}}
     return RunView(name="r", steps=0, orders=[], **(known | changes))
