@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Puts command-line agents into .cache/agents, one folder each, to be shown in sandboxes: those whose names are given,
 # or qwen-code and mini-swe-agent. qwen-code and pi come with a Node of their own, mini-swe-agent for the Python of the
-# images (PYTHON_VERSION, 3.11 by default), claude-code, codex and opencode as programs for x86-64. Needs pip, and the
-# npm registry that npm is configured for; what cannot be had is said and left out, and everything else works.
+# images (PYTHON_VERSION, 3.11 by default), claude-code, codex and opencode as programs for x86-64, openhands with a
+# copy of this machine's python3.12. Needs pip, and the npm registry that npm is configured for; what cannot be had is said
+# and left out, and everything else works.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 umask 022
@@ -15,6 +16,7 @@ claude=@anthropic-ai/claude-code-linux-x64@2.1.332
 codex=@openai/codex@0.171.0-linux-x64
 opencode=opencode-linux-x64@1.18.33
 python_version=${PYTHON_VERSION:-3.11}
+openhands_python=python3.12
 
 main() {
     local failed=0 name
@@ -28,11 +30,12 @@ main() {
         case $name in
             mini-swe-agent) kit "$name" "$python_version" containers/{mini_swe_agent.py,requirements-mini-swe-agent.txt} ;;
             qwen-code) kit "$name" "$node $qwen" ;;
+            openhands) kit "$name" "$openhands_python" containers/{openhands_agent.py,requirements-openhands.txt} ;;
             pi) kit "$name" "$node $pi" ;;
             claude-code) kit "$name" "$claude" ;;
             codex) kit "$name" "$codex" ;;
             opencode) kit "$name" "$opencode" ;;
-            *) say "no agent $name; known: claude-code codex mini-swe-agent opencode pi qwen-code" && false ;;
+            *) say "no agent $name; known: claude-code codex mini-swe-agent opencode openhands pi qwen-code" && false ;;
         esac || failed=1
     done
     return $failed
@@ -66,6 +69,15 @@ make_mini_swe_agent() {
         --requirement containers/requirements-mini-swe-agent.txt &&
         cp containers/mini_swe_agent.py "$1/mini.py" &&
         .venv/bin/python -m compileall -q "$1"
+}
+
+# Its packages are read in Python 3.12 alone, which images seldom have. The import compiles what a session needs.
+make_openhands() {
+    PYTHON=$openhands_python containers/build_python.sh "$1/python" &&
+        pip_install --python-version "${openhands_python#python}" --ignore-requires-python --target "$1/lib" \
+            --requirement containers/requirements-openhands.txt &&
+        cp containers/openhands_agent.py "$1" &&
+        HOME=$work PYTHONPATH=$1 "$1/python/bin/python3" -c 'import openhands_agent'
 }
 
 make_qwen_code() { make_node_program "$1" "$qwen"; }

@@ -39,6 +39,11 @@ SESSIONS = {
         call("edit", path=PATH, edits=[{"oldText": OLD, "newText": NEW}]),
         "Done.",
     ],
+    "openhands": [
+        "Look.\n" + call("file_editor", command="view", path=PATH) + "\n" + call("terminal", command="ls"),
+        call("file_editor", command="str_replace", path=PATH, old_str=OLD, new_str=NEW),
+        call("finish", message="Done."),
+    ],
     "qwen_code": [
         "Look.\n" + call("read_file", file_path=PATH) + "\n" + call("run_shell_command", command="ls"),
         call("edit", file_path=PATH, old_string=OLD, new_string=NEW),
@@ -50,6 +55,7 @@ LONG = {
     "codex": call("exec_command", cmd="seq 1 20000", max_output_tokens=20000),
     "opencode": call("bash", command="seq 1 20000", description="Count."),
     "pi": call("bash", command="seq 1 20000"),
+    "openhands": call("terminal", command="seq 1 20000"),
     "qwen_code": call("run_shell_command", command="seq 1 20000"),
 }
 
