@@ -213,7 +213,10 @@ def _parse(path: Path) -> dict[str, Any]:
         )  # editors may write a byte order mark
     except FileNotFoundError:
         where = "" if path.is_absolute() else f" in {Path.cwd()}; call the command in the folder that has it"
-        raise ConfigError(f"{path}: there is no such file{where}") from None
+        meant = shipped.similar(path)
+        raise ConfigError(
+            f"{path}: there is no such file{f'; did you mean {meant}?' if meant else where}"
+        ) from None
     except IsADirectoryError:
         raise ConfigError(f"{path} is a folder, not a TOML file; name a run's folder by --run") from None
     except UnicodeDecodeError as error:

@@ -212,6 +212,8 @@ def test_a_file_that_is_missing_in_the_working_folder_is_said_to_be(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=f"there is no such file in {tmp_path}; call the command"):
         configuration.read(Path("configs/mine.toml"))
+    with pytest.raises(ConfigError, match=r"no such file; did you mean configs/recipes/8xh100.toml\?$"):
+        configuration.read(Path("recipes/8xH100.toml"))
 
 
 def test_later_files_win_tables_merge_and_another_plugin_type_is_fresh(tmp_path, read):
