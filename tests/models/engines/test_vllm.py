@@ -1,6 +1,7 @@
 """The real vLLM, against transformers."""
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from hpc_swe.base.errors import ConfigError, EngineError
-from hpc_swe.base.records import ProbeScore, Sampling, WeightVersion
+from hpc_swe.base.records import EngineTime, ProbeScore, Sampling, WeightVersion
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.models.engines._vllm.gate import HOLD, RELEASE, SAMPLE
 from hpc_swe.models.engines.base import NEW, Completion, Prefix, Weights
@@ -131,6 +132,22 @@ def test_an_answer_says_what_each_stage_took_and_what_was_cached(fresh: Server) 
     assert spent.idle_s > 1.0
     assert min(spent.prefill_s, spent.decode_s) > spent.full_s == spent.paused_s == 0
     assert 0.8 * passed_s < spent.prefill_s + spent.decode_s + spent.idle_s < passed_s + 1.0
+
+
+def test_an_engine_says_how_long_requests_waited_for_room(tmp_path: Path) -> None:
+    """Its cache holds three of eight conversations, so that some are put back and computed again."""
+    tight = msgspec.structs.replace(CPU, kv_cache_bytes=3 << 20)
+    prompts = np.random.default_rng(0).integers(10, VOCABULARY, (8, 400)).tolist()
+    with serving(tight, make_model(tmp_path / "model", 0), tmp_path / "engine.log") as url:
+        server = Server(url, make_run(tmp_path / "run"), {}, iter(()))
+        with ThreadPoolExecutor(8) as pool:
+            found = pool.map(lambda prompt: sample(server, prompt, Sampling(max_tokens=400)), prompts)
+        spent = sum((each.stages.engine for each in found), EngineTime())
+        page = httpx.get(f"{url}/metrics", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60).text
+    [preempted] = re.findall(r"^vllm:num_preemptions_total\S* (\S+)$", page, re.MULTILINE)
+    assert float(preempted) > 0
+    assert spent.full_s > 0.3 * spent.decode_s
+    assert spent.paused_s == 0
 
 
 def test_temperature_0_is_greedy(fresh: Server) -> None:
