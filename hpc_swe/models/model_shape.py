@@ -3,8 +3,8 @@
 import json
 import math
 from codecs import BOM_UTF8
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,8 @@ class ModelShape:
     """Names of the gate and up projections, if they are one tensor in files, and of the down projection."""
     has_fused_qkv: bool = False
     """Whether the projections of queries, keys and values are one tensor in files."""
+    has_fused_experts: bool = False
+    """Whether all experts of a layer are two tensors in files, as `as_stored` finds out."""
 
     @classmethod
     def read(cls, folder: Path) -> "ModelShape":
@@ -165,6 +167,14 @@ class ModelShape:
             has_fused_qkv=config["model_type"] in WITH_FUSED_QKV,
         )
 
+    def as_stored(self, names: Container[str]) -> "ModelShape":
+        """Return the shape with the form of experts that a folder has whose tensors have these names.
+
+        Qwen3.5-MoE is published with all experts of a layer in one tensor, and may be saved otherwise.
+        """
+        fused = f"{self.prefix}layers.0.mlp.experts.gate_up_proj"
+        return replace(self, has_fused_experts=self.shared_ffn > 0 and fused in names)
+
     @property
     def attention_layers(self) -> int:
         """Return how many layers have attention."""
@@ -200,6 +210,10 @@ class ModelShape:
         widths = {f"experts.{number}.": self.ffn for number in range(self.experts)} or {"": self.ffn}
         if self.experts:
             layer["mlp.gate.weight"] = (self.experts, self.hidden)
+        if self.has_fused_experts:
+            layer["mlp.experts.gate_up_proj"] = (self.experts, 2 * self.ffn, self.hidden)
+            layer["mlp.experts.down_proj"] = (self.experts, self.hidden, self.ffn)
+            widths = {}
         if self.shared_ffn:
             layer["mlp.shared_expert_gate.weight"] = (1, self.hidden)
             widths["shared_expert."] = self.shared_ffn
@@ -279,6 +293,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     inner = config.get("text_config")
     if config.get("model_type") not in WRAPPED or not isinstance(inner, dict):
         return config
+    kind, of_text = config["model_type"], inner.get("model_type")
+    if of_text not in (None, f"{kind}_text"):
+        raise ConfigError(
+            f"model: {folder / 'config.json'} has model_type {kind!r} and text_config.model_type {of_text!r} "
+            f"and would be read as {kind}_text: copy the model again, or set both as it was published"
+        )
     ties = [each["tie_word_embeddings"] for each in (config, inner) if "tie_word_embeddings" in each]
     if len(set(ties)) == 2:
         raise ConfigError(

@@ -120,6 +120,7 @@ def require_tensors(folder: Path, shape: ModelShape, key: str = "model") -> None
     if not all((folder / name).is_file() for name in set(index.values()) or {SINGLE}):
         return
     found = locate(folder)
+    shape = shape.as_stored(found)
     if shape.is_wrapped and not any(name.startswith(IMAGES) for name in found):
         raise ConfigError(
             f"{key}: {folder / (INDEX if index else SINGLE)} has no tensor {IMAGES}*, but config.json has "
@@ -129,11 +130,6 @@ def require_tensors(folder: Path, shape: ModelShape, key: str = "model") -> None
         tensor = found.get(name)
         if tensor is None:
             path, where = folder / (INDEX if index else SINGLE), f"has no tensor {name}"
-            if (joined := f"{name.partition('.experts.')[0]}.experts.gate_up_proj") in found:
-                raise ConfigError(
-                    f"{key}: {path} has {joined}, of all experts; open the model with transformers, and type "
-                    "`del model._weight_conversions` before `model.save_pretrained(FOLDER)`"
-                )
         elif tensor.shape != size:
             path = tensor.path
             where = f"has {name} of {list(tensor.shape)}, but config.json of the model says {list(size)}"
@@ -143,11 +139,6 @@ def require_tensors(folder: Path, shape: ModelShape, key: str = "model") -> None
         else:
             continue
         raise ConfigError(f"{key}: {path} {where}; copy it again, or give another one")
-
-
-def untrained(folder: Path, shape: ModelShape) -> list[str]:
-    """Return the tensors that accompany the trained model, and that exports keep as they are."""
-    return [name for name in locate(folder) if name.startswith(UNTRAINED)] if shape.delta else []
 
 
 def _files(folder: Path, index: dict[str, str]) -> list[Path]:

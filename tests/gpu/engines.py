@@ -242,8 +242,11 @@ class Comparison:
             elif self._family == "experts" and "experts" in name and not CUDA:
                 parameter.normal_(0, 0.3)
 
+        fused = self._family == "delta-moe"  # as it is published
         with torch.device(DEVICE):
-            return save_random(self._folder / "model", family, sizes, 0, change, dtype=self._dtype)
+            return save_random(
+                self._folder / "model", family, sizes, 0, change, dtype=self._dtype, fused=fused
+            )
 
     def _prompts(self) -> list[np.ndarray]:
         vocabulary = SHAPES[self._family][1]["vocab_size"]

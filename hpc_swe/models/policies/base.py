@@ -239,6 +239,9 @@ class Tensors(Protocol):
     def __getitem__(self, name: str) -> "Tensor":
         """Return a whole tensor by its name in Hugging Face's files; raise ConfigError if there is none."""
 
+    def __contains__(self, name: object) -> bool:
+        """Return whether there is such a tensor."""
+
 
 class Policy(ABC):
     """Build the learner of this process."""

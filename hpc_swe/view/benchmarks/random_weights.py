@@ -20,6 +20,9 @@ class RandomWeights:
     def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
         self._sizes, self._dtype, self._device = shape.tensors, dtype, device
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._sizes
+
     def __getitem__(self, name: str) -> Tensor:
         """Return norms of ones, biases of zeros, and matrices of normal numbers rounded to the dtype."""
         size = self._sizes[name]

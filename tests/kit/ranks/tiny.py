@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -94,6 +95,8 @@ def make_models(folder: Path) -> dict[str, Path]:
     }
     for name, (family, more) in families.items():
         save_random(folder / name, family, SIZES | more, change=move)
+        if name == "hybrid-moe":  # as it is published
+            save_random(folder / "hybrid-fused", family, SIZES | more, change=move, fused=True)
         (folder / name / "tokenizer.json").write_text("{}")
         (folder / name / "chat_template.jinja").write_text("{{ messages }}")
     sharded = folder / "sharded"
@@ -213,7 +216,8 @@ def reference_steps(
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip or 1e9, norm)
         optimizer.step()
     done.weights = {name: p.data for name, p in model.named_parameters()}
-    done.grads, done.weights = _split_experts(done.grads), _split_experts(done.weights)
+    if "model.layers.0.mlp.experts.gate_up_proj" not in load_file(folder / "model.safetensors"):
+        done.grads, done.weights = _split_experts(done.grads), _split_experts(done.weights)
     return done
 
 
@@ -237,7 +241,7 @@ def _backward(model: PreTrainedModel, frozen: PreTrainedModel, sequence: MicroBa
 
 
 def _split_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """transformers fuses experts in memory; files keep them apart."""
+    """transformers fuses experts in memory; most files keep them apart."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         stem, _, kind = name.rpartition(".")

@@ -18,7 +18,10 @@ FEW = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, 
 
 
 def test_values_are_changed_where_vllms_loader_puts_them(tmp_path: Path) -> None:
-    """Two ranks, with fused projections, biases, a split vocabulary, replicated heads, stacked experts."""
+    """Two ranks, with fused projections, biases, a split vocabulary, replicated heads, stacked experts.
+
+    Experts that are one tensor in files are taken from it one by one.
+    """
 
     def change(name: str, parameter: Any) -> None:
         if name.endswith(".bias"):
@@ -31,11 +34,15 @@ def test_values_are_changed_where_vllms_loader_puts_them(tmp_path: Path) -> None
         else:
             parameter.view(-1)[::37] += 0.01
 
-    shape, cases = SIZES | {"num_key_value_heads": 1, "tie_word_embeddings": False}, ("dense", "tp", "ep")
-    for case, family, more in zip(cases, ("Qwen2", "Qwen3Moe", "Qwen3Moe"), ({}, FEW, FEW), strict=True):
+    shape, cases = (
+        SIZES | {"num_key_value_heads": 1, "tie_word_embeddings": False},
+        ("dense", "tp", "ep", "fused"),
+    )
+    for case in cases:
+        family, more = ("Qwen2", {}) if case == "dense" else ("Qwen3Moe", FEW)
         (tmp_path / case).mkdir()
-        save_random(tmp_path / case / "old", family, shape | more, 0, change)
-        save_random(tmp_path / case / "new", family, shape | more, 0, alter)
+        save_random(tmp_path / case / "old", family, shape | more, 0, change, fused=case == "fused")
+        save_random(tmp_path / case / "new", family, shape | more, 0, alter, fused=case == "fused")
     done = typed("tests.kit.recorded_copies", *(tmp_path / case for case in cases), **SIMPLE)
     found = [line for line in done.stdout.splitlines() if line.startswith(cases)]
     assert found == [f"{case} all bits are equal" for case in cases], done.stderr[-5000:]

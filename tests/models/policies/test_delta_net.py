@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from torch.autograd import grad  # noqa: E402
-from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs  # noqa: E402
 
 from hpc_swe.base.errors import ConfigError  # noqa: E402
@@ -23,15 +23,12 @@ from hpc_swe.models.policies._megatron.kernels.delta_rule import (  # noqa: E402
     delta_rule,
 )
 from hpc_swe.models.policies.megatron import Megatron  # noqa: E402
+from tests.kit.random_model import save_wrapped  # noqa: E402
 from tests.kit.ranks import launcher, tiny  # noqa: E402
 
 TEXT = [(7 * i + 3) % tiny.VOCAB for i in range(75)]
 TP2 = {"dtype": "float32", "tensor_parallel": 2}
 RANK = 4
-VISION = {
-    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64,
-    "patch_size": 4, "num_position_embeddings": 16,
-}  # fmt: skip
 
 
 def test_no_state_passes_a_border_at_any_place_of_a_chunk():
@@ -66,20 +63,8 @@ def test_no_state_passes_a_border_at_any_place_of_a_chunk():
 
 @pytest.fixture(scope="module")
 def wrapped(tmp_path_factory) -> Path:
-    """A model of text and images with layers that predict several tokens, as it is published."""
-    folder = tmp_path_factory.mktemp("wrapped")
-    torch.manual_seed(0)
     text = tiny.SIZES | tiny.HYBRID | {"tie_word_embeddings": True}
-    config = Qwen3_5Config(text_config=text, vision_config=VISION, tie_word_embeddings=True)
-    model = Qwen3_5ForConditionalGeneration(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            tiny.move(name, parameter)
-    model.save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    more = {"mtp.norm.weight": torch.randn(64).bfloat16()}
-    save_file(tensors | more, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return save_wrapped(tmp_path_factory.mktemp("wrapped"), "Qwen3_5", text, tiny.move)
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +145,7 @@ def test_a_checkpoint_of_two_ranks_continues_on_one(runs):
             "partial_rotary_factor of 1 ",
         ),
         ({"linear_num_value_heads": 3}, "no multiple of linear_num_key_heads"),
+        ({"model_type": "qwen3_5_moe_text"}, "'qwen3_5' and text_config.model_type 'qwen3_5_moe_text' and"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings and text_config.tie_word_embeddings, which"),
     ],
 )

@@ -77,14 +77,15 @@ CASES = {
         [[[3, 0, 2, 1], "filler"]],
         {"clip_grad": 0},
     ),
-    "hybrid-moe-tp2": (
+    "hybrid-fused-tp2": (
         2,
-        "hybrid-moe",
+        "hybrid-fused",
         TENSOR | {"recompute": "products"},
         [[[0, 1, 3], [2]]],
         {"clip_grad": 0},
     ),
     "hybrid-moe-ep2": (2, "hybrid-moe", FP32 | {"expert_parallel": 2}, HALVES, {}),
+    "hybrid-fused-ep2": (2, "hybrid-fused", FP32 | {"expert_parallel": 2}, HALVES, {}),
     "seed-tp2": (2, "seed", TENSOR, ONE, {"clip_grad": 0}),
     "granite-tp2": (2, "granite", TENSOR | {"recompute": "products"}, ONE, {"clip_grad": 0}),
     "granite4-tp2": (2, "granite4", TENSOR, ONE, {"clip_grad": 0}),

@@ -134,13 +134,21 @@ def test_what_transformers_computes_otherwise_is_named(models, tmp_path, model, 
         Megatron(device="cpu", tensor_parallel=2).check_model(folder, data_parallel=1)
 
 
-def test_experts_of_a_layer_in_one_tensor_have_a_remedy(models, tmp_path):
-    folder = rewritten(models["hybrid-moe"], tmp_path / "m")
-    found = load_file(models["hybrid-moe"] / "model.safetensors")
-    place = "model.layers.1.mlp.experts"
-    rest = {name: tensor for name, tensor in found.items() if not name.startswith(place)}
-    save_file(rest | {f"{place}.gate_up_proj": torch.zeros(8, 64, 64)}, folder / "model.safetensors")
-    with pytest.raises(ConfigError, match=rf"has {place}.gate_up_proj, of all experts; open the model with"):
+@pytest.mark.parametrize(
+    ("lost", "size", "message"),
+    [
+        ("1.mlp.experts.gate_up_proj", None, "no tensor model.layers.1.mlp.experts.gate_up_proj"),
+        ("1.mlp.experts.down_proj", [8, 32, 64], r"down_proj of \[8, 32, 64\], but config.json of the model"),
+        ("0.mlp.experts.gate_up_proj", None, "no tensor model.layers.0.mlp.experts.0.gate_proj.weight"),
+    ],
+)
+def test_a_folder_whose_experts_are_not_in_one_form_is_refused(models, tmp_path, lost, size, message):
+    folder = rewritten(models["hybrid-fused"], tmp_path / "m")
+    found = load_file(models["hybrid-fused"] / "model.safetensors")
+    del found[f"model.layers.{lost}"]
+    more = {f"model.layers.{lost}": torch.zeros(size)} if size else {}
+    save_file(found | more, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=message):
         Megatron(device="cpu").check_model(folder, data_parallel=1)
 
 

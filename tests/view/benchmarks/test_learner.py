@@ -36,6 +36,21 @@ def test_ranks_that_do_not_end_are_ended(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_shape_with_delta_nets_and_experts_needs_no_files(tmp_path):
+    """Though a folder may have tensors beside those of its text model, and experts in two forms."""
+    pytest.importorskip("megatron.core")
+    from transformers import Qwen3_5MoeTextConfig
+
+    from tests.kit.ranks import tiny
+
+    sizes = tiny.SIZES | tiny.HYBRID | tiny.EXPERTS | {"shared_expert_intermediate_size": 48}
+    Qwen3_5MoeTextConfig(**sizes).save_pretrained(tmp_path)
+    words = ("--shape", tmp_path, "--warm", "1", "--steps", "1", "policy.dtype=float32")
+    done = typed("hpc_swe.benchmarks.learner", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
 def test_two_ranks_train_and_the_table_has_all_figures():
     pytest.importorskip("megatron.core")
     words = ("--warm", "1", "--steps", "1", "--mask-share", "0.5", "--ranks", "2", "--profile")

@@ -127,15 +127,15 @@ class MegatronLearner:
     def _load_weights(
         self, settings: MegatronSettings, shape: ModelShape, reference: Path | None, tensors: Tensors | None
     ) -> list[Origin]:
-        group, model, found = self.ranks.tensor_group, self._folder, list[Origin]()
+        model, found = self._folder, list[Origin]()
         self._reference: state.Reference | None = None
         self._is_base_reference = bool(settings.lora_rank and reference and reference.samefile(model))
         if reference is not None and not self._is_base_reference:
-            weights.load(self._model, shape, weights.Snapshot(reference), group)
+            weights.load(self._model, shape, weights.Snapshot(reference))
             self._reference = state.Reference(self._model, self.ranks)
             key: Role = "model" if reference.samefile(model) else "reference"
             found.append(Origin.of("reference", key, reference, self._model, self.ranks))
-        weights.load(self._model, shape, tensors or weights.Snapshot(model), group)
+        weights.load(self._model, shape, tensors or weights.Snapshot(model))
         if settings.lora_rank:
             found.append(Origin.of("model", "model", model, self._model, self.ranks))
         if self._is_base_reference:

@@ -24,9 +24,15 @@ from hpc_swe.models.policies._megatron.kernels import pinned
 from hpc_swe.models.policies._megatron.model.model import PolicyModel
 from hpc_swe.models.policies._megatron.model.parallel import TorchRanks
 from hpc_swe.models.policies._megatron.weights.tensor_file import TensorFiles
-from hpc_swe.models.policies._megatron.weights.weights import Layout, Snapshot, gather, layouts
+from hpc_swe.models.policies._megatron.weights.weights import (
+    Layout,
+    Snapshot,
+    dividing_group,
+    gather,
+    layouts,
+)
 from hpc_swe.models.policies.base import Carrier
-from hpc_swe.models.weight_files import INDEX, untrained
+from hpc_swe.models.weight_files import INDEX, UNTRAINED, locate
 
 KEY = "policy.delta_base"
 REMEDY = f'set {KEY} = "gpu" or learner.snapshot_every = 1, or spread the policy over more nodes'
@@ -53,13 +59,15 @@ class Exporter:
         self, ranks: TorchRanks, model: PolicyModel, shape: ModelShape, source: Path, *, keep_on_gpu: bool
     ) -> None:
         self._ranks, self._model, self._source, self._keep_on_gpu = ranks, model, source, keep_on_gpu
-        self._layouts = layouts(model, shape)
+        stored = locate(source) if any(source.glob("*.safetensors")) else {}  # a benchmark has no files
+        self._layouts = layouts(model, shape.as_stored(stored))
         parameters = dict(model.named_parameters())
         self._parameters = {name: parameters[name] for name in self._layouts}
         sources = [source for layout in self._layouts.values() for source in layout.sources]
         self._names = [name for source in sources for name in (f"{source}:codes", f"{source}:others")]
-        own = untrained(source, shape)[ranks.rank :: ranks.size]
-        self._accompanying = dict.fromkeys(own, Snapshot(source)) if own else {}  # a benchmark has no files
+        untrained = [name for name in stored if shape.delta and name.startswith(UNTRAINED)]
+        own = untrained[ranks.rank :: ranks.size]
+        self._accompanying = dict.fromkeys(own, Snapshot(source)) if own else {}
         self._names += self._accompanying
         self._kept: dict[str, Tensor] = {}
         """The last exported values of this rank's share; empty unless a delta may follow."""
@@ -185,8 +193,9 @@ class Exporter:
 
     def _make_room(self) -> pinned.HostRoom:
         """Take host memory for what is kept; raise NodeError on all ranks if one of them gets none."""
-        group, size = self._ranks.tensor_group, 0
+        size = 0
         for parameter, layout, owner in self._shared():
+            group = dividing_group(self._model, layout)
             if owner is None or owner == group.rank():
                 parts = 1 if owner is None or layout.dim is None else group.size()
                 size += parts * parameter.nbytes + pinned.ALIGNED * len(layout.sources)
@@ -200,31 +209,29 @@ class Exporter:
     def _owned(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of this rank's share, by Hugging Face name; all ranks must run to the end."""
         for parameter, layout, owner in self._shared():
+            group = dividing_group(self._model, layout)
             if owner is None:
                 yield from layout.whole([parameter.data]).items()
             else:
-                yield from gather(parameter.data, layout, owner, self._ranks.tensor_group).items()
+                yield from gather(parameter.data, layout, owner, group).items()
 
     def _shared(self) -> Iterator[tuple[Tensor, Layout, int | None]]:
-        """Yield the parameters that this rank writes, or has a part of that a tensor-parallel rank writes.
+        """Yield the parameters that this rank writes, or has a part of that another rank of a group writes.
 
         The last is that rank, or None where no part is needed. Ranks that hold the same tensors take turns:
-        those of a stage, and for divided experts fewer.
+        those of a stage, and for divided experts others.
         """
-        ranks = self._ranks
-        turns = Turns(ranks.tensor_group.size() * ranks.replica_group.size())
-        turns_of_experts = Turns(ranks.expert_replica_group.size())
+        ranks, turns = self._ranks, dict[bool, Turns]()
         for name, parameter in self._parameters.items():
             layout = self._layouts[name]
             if layout.is_copy:
                 continue
-            if layout.is_divided:
-                if turns_of_experts.take(parameter) == ranks.expert_replica_group.rank():
-                    yield parameter, layout, None
-                continue
-            replica, owner = divmod(turns.take(parameter), ranks.tensor_group.size())
-            if replica == ranks.replica_group.rank():
-                yield parameter, layout, owner
+            group = dividing_group(self._model, layout)
+            replicas = ranks.expert_replica_group if layout.is_divided else ranks.replica_group
+            taken = turns.setdefault(layout.is_divided, Turns(group.size() * replicas.size()))
+            replica, owner = divmod(taken.take(parameter), group.size())
+            if replica == replicas.rank():
+                yield parameter, layout, None if layout.is_divided and layout.dim is None else owner
 
     def _write_index(self, folder: Path, shares: Sequence[tuple[dict[str, str], int]]) -> None:
         where = {name: file for files, _ in shares for name, file in files.items()}

@@ -48,6 +48,9 @@ class Snapshot:
             raise ConfigError(f"model: no tensor {name} in {self._folder}; copy the model again")
         return self._where[name].path
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._where
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -62,7 +65,8 @@ class Layout:
     fuse: Callable[[Sequence[Tensor]], Tensor] = lambda tensors: tensors[0]
     unfuse: Callable[[Tensor], Sequence[Tensor]] = lambda whole: [whole]
     is_divided: bool = False
-    """Whether each expert-parallel rank holds other experts, whole."""
+    """Whether each expert-parallel rank holds other experts, whole: tensors of its own where `dim` is None,
+    and else its part of a tensor of all experts."""
     is_copy: bool = False
     """Whether another stage has the same tensor, which it exports."""
 
@@ -90,11 +94,17 @@ def layouts(model: GPTModel, shape: ModelShape) -> dict[str, Layout]:
     return {name: _layout(name, first, experts, shape) for name in names}
 
 
-def load(model: GPTModel, shape: ModelShape, snapshot: Tensors, group: dist.ProcessGroup) -> None:
+def dividing_group(model: GPTModel, layout: Layout) -> dist.ProcessGroup:
+    """Return the group whose ranks may hold different parts of a parameter."""
+    return model.pg_collection.ep if layout.is_divided else model.pg_collection.tp
+
+
+def load(model: GPTModel, shape: ModelShape, tensors: Tensors) -> None:
     """Copy this rank's part of the weights into the parameters, converting to their dtype."""
     parameters = dict(model.named_parameters())
-    for name, layout in layouts(model, shape).items():
-        part = layout.part([snapshot[source] for source in layout.sources], group.rank(), group.size())
+    for name, layout in layouts(model, shape.as_stored(tensors)).items():
+        group = dividing_group(model, layout)
+        part = layout.part([tensors[source] for source in layout.sources], group.rank(), group.size())
         parameters[name].data.copy_(part.reshape(parameters[name].shape))
 
 
@@ -125,7 +135,8 @@ def _layout(name: str, first: int, experts: range, shape: ModelShape) -> Layout:
     if shape.delta and number in shape.delta.layers and inner.startswith("self_attention."):
         return _delta_net(f"{prefix}linear_attn.", inner.removeprefix("self_attention."), shape)
     if inner.startswith("mlp.experts."):
-        return _experts(f"{prefix}mlp.experts.", inner, experts, shape)
+        of_form = _fused_experts if shape.has_fused_experts else _experts
+        return of_form(f"{prefix}mlp.experts.", inner, experts, shape)
     return _layer_layout(prefix, inner, shape)
 
 
@@ -229,3 +240,19 @@ def _experts(prefix: str, name: str, experts: range, shape: ModelShape) -> Layou
 
     is_divided = len(experts) < shape.experts
     return Layout(sources, None if is_divided else 2, None, fuse, unfuse, is_divided)
+
+
+def _fused_experts(prefix: str, name: str, experts: range, shape: ModelShape) -> Layout:
+    """Relate a parameter to a tensor of all experts, which has the rows of gates before those of ups."""
+    is_divided = len(experts) < shape.experts
+    dim = 0 if is_divided else 2
+    if name == "mlp.experts.down":
+        return Layout([f"{prefix}down_proj"], dim, is_divided=is_divided)
+
+    def fuse(tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0].unflatten(1, (2, shape.ffn))
+
+    def unfuse(whole: Tensor) -> Sequence[Tensor]:
+        return [whole.flatten(1, 2)]
+
+    return Layout([f"{prefix}gate_up_proj"], dim, None, fuse, unfuse, is_divided)
