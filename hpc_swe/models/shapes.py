@@ -51,6 +51,17 @@ HYBRID = {
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
 }
+HYBRID_EXPERTS = {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 10,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
 TINY = {"head_dim": 32, "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 4096}
 
 
@@ -76,10 +87,16 @@ SHAPES: dict[str, dict[str, object]] = {
     "14B": COMMON | _sizes(5120, 17408, 40, 40),
     "32B": COMMON | _sizes(5120, 25600, 64, 64),
     "3.5-4B": COMMON | _sizes(2560, 9216, 32, 16) | HYBRID,
+    "3.5-9B": COMMON | _sizes(4096, 12288, 32, 16) | HYBRID | {"tie_word_embeddings": False},
+    "3.5-35B-A3B": COMMON | _sizes(2048, 512, 40, 16) | HYBRID | HYBRID_EXPERTS,
     "30B-A3B": COMMON | _sizes(2048, 6144, 48, 32) | EXPERTS,
 }
-"""Name -> config.json; the sizes are those of Qwen3, but 3.5-4B is the text model of Qwen3.5-4B, and `tiny`
-ones are for machines without a GPU."""
+"""Name -> config.json; the sizes are those of Qwen3, or of text models of Qwen3.5, and `tiny` ones are for
+machines without a GPU.
+
+Those of 3.5-9B and 3.5-35B-A3B were not compared with the published files; 9.0 and 34.7 billion parameters
+fit these names.
+"""
 
 
 def find_or_write(name: str, folder: Path) -> Path:

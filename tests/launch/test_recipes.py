@@ -24,9 +24,11 @@ ROWS = [
     if re.match(r"\| `(\d+x)+\w+` ", line)
 ]
 SHAPES = {"qwen3_4b": "4B", "qwen3_8b": "8B", "qwen3_14b": "14B", "qwen3_coder_30b_a3b": "30B-A3B"}
+SHAPES |= {"qwen35_4b": "3.5-4B", "qwen35_9b": "3.5-9B", "qwen35_35b_a3b": "3.5-35B-A3B"}
 RATES = {"a100": (312e12, 2.0e12), "h100": (989e12, 3.35e12), "gh200": (989e12, 4.0e12)}
 """FLOP/s in bfloat16 and bytes of memory a second, by datasheets."""
-NOT_HERE = r"build for (CPUs|GPUs)|this machine has \d+"  # this machine is no node of the recipe
+# This machine is no node of the recipe.
+NOT_HERE = r"build for (CPUs|GPUs)|this machine has \d+|needs the package fla-core|vLLM imports torchvision"
 
 
 def words(cell):
@@ -35,7 +37,9 @@ def words(cell):
 
 def planned(folder, files, name, overrides=()):
     """The plan of a start from configurations, with the published sizes of a model and no tasks."""
-    model = make_model(folder / "model", CODER if "coder" in name else HERMES)
+    model = make_model(
+        folder / "model", HERMES if name.startswith("qwen3_") and "coder" not in name else CODER
+    )
     (model / "config.json").write_text(json.dumps(MODELS[SHAPES[name]] | {"max_position_embeddings": 40960}))
     (model / "generation_config.json").write_text('{"eos_token_id": 322}')
     write_weights(model)
@@ -90,11 +94,11 @@ def hours(plan, machine):
         return config.steps * (6 * max(2, math.ceil(sampled / at_once)) + 4) / 60
     flops, bandwidth = RATES[machine.rpartition("x")[2]]
     engines, size = config.counts["inference"], config.engine.tensor_parallel
-    cached = 6000 * 4 * shape.layers * shape.groups * shape.head_dim
+    cached = 6000 * 4 * shape.attention_layers * shape.groups * shape.head_dim
     read = 2 * shape.parameters.total + at_once / engines * cached
     episode_s = 2500 * (read / (0.9 * bandwidth * size) + 0.0065) + 37 * 0.7
     sampling_s = sampled * episode_s / at_once
-    token = 6 * shape.parameters.total + 6 * shape.layers * shape.heads * shape.head_dim * 10_000
+    token = 6 * shape.parameters.total + 6 * shape.attention_layers * shape.heads * shape.head_dim * 10_000
     ranks = config.policy.processes * config.learner.data_parallel
     training_s = sampled / 2 * 10_000 * token / (0.25 * flops * ranks)
     step_s = sampling_s + training_s + 30 if config.hybrid else max(sampling_s, training_s)
