@@ -6,6 +6,8 @@ part of a matrix they hold. Digests of the merged weights find the rare exceptio
 float32 numbers is rounded in float64, and its last bits depend on the order: no engine may have to repeat it.
 """
 
+import math
+import zlib
 from dataclasses import dataclass
 
 import torch
@@ -34,3 +36,13 @@ class Factors:
         for place, piece, part in zip(target.split(step), base.split(step), b.split(step), strict=True):
             piece = piece.to(a.device, non_blocking=True).double()
             place.copy_(torch.addmm(piece, part, a, alpha=self.scale))
+
+
+def initial(name: str, rank: int, inputs: int) -> Tensor:
+    """Draw a new factor a [rank, inputs] of the matrix `name`; b begins with 0.
+
+    It is uniform within 1 / sqrt(inputs), as LoRA's authors draw it (microsoft/LoRA, layers.py). The numbers
+    depend on the name alone, and not on how many ranks share them.
+    """
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.empty(rank, inputs).uniform_(-1, 1, generator=generator) / math.sqrt(inputs)

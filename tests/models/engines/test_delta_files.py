@@ -99,6 +99,39 @@ def test_adapters_are_merged_into_whatever_part_a_worker_holds(tmp_path: Path) -
     assert torch.equal(memory, expected)
 
 
+def test_adapters_of_each_expert_are_merged_into_a_tensor_of_all(tmp_path: Path) -> None:
+    """A gate has the rows before those of an up projection, and a worker of two has a half of both."""
+    experts, width, hidden = 3, 4, 8
+    old = torch.cos(torch.arange(experts * 2.0 * width * hidden)).view(experts, 2 * width, hidden).bfloat16()
+    stored, expected = {}, old.double()
+    for number in range(experts):
+        for half, kind in enumerate(("gate", "up")):
+            seed = number + half / 2 + 1
+            a = torch.sin(seed * torch.arange(2.0 * hidden)).view(2, hidden).bfloat16()
+            b = torch.cos(seed * torch.arange(2.0 * width)).view(width, 2).bfloat16()
+            name = f"base_model.model.m.experts.{number}.{kind}_proj"
+            stored |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
+            rows = expected[number, half * width : (half + 1) * width]
+            rows += 3 * (b.double() @ a.double())
+    save_file(stored, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 6}')
+    name = "m.experts.gate_up_proj"
+    wanted = Wanted({name: [experts, 2 * width, hidden]}, is_tied=False)
+    delta, whole, memory = Delta.read(tmp_path, wanted), old.clone(), old.clone()
+    delta.apply(name, whole)
+    assert torch.equal(whole, expected.bfloat16())
+    places = [Rectangle(row, 0, 2, hidden) for row in range(0, 2 * experts * width, 2)]
+    rows = memory.view(-1, hidden)
+    copies = LoaderCopies(wanted.shapes, {name: [Copy(at, rows[at.row : at.row + 2]) for at in places]})
+    copies.merge(delta)
+    assert torch.equal(memory, expected.bfloat16())
+    del stored["base_model.model.m.experts.1.up_proj.lora_A.weight"]
+    del stored["base_model.model.m.experts.1.up_proj.lora_B.weight"]
+    save_file(stored, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="m.experts.gate_up_proj has adapters of some experts only"):
+        Delta.read(tmp_path, wanted)
+
+
 def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
     adapters(tmp_path)
     with pytest.raises(ValueError, match=r"the adapters of a.weight do not fit the model"):

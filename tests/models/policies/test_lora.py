@@ -11,6 +11,7 @@ pytestmark = pytest.mark.slow
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
+from torch.nn.utils import parametrize  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from hpc_swe.base.records import WeightManifest, WeightVersion  # noqa: E402
@@ -30,16 +31,21 @@ ONE = [[[0, 1], [2, 3]]]
 HALVES = [[[0, 1]], [[2, 3]]]
 LORA = {"dtype": "float32", "lora_rank": RANK, "lora_alpha": ALPHA}
 TENSOR = LORA | {"tensor_parallel": 2}
+EIGHT = LORA | {"lora_rank": 8, "expert_parallel": 2}
 OPTIMIZER = {"lr": 1e-3, "weight_decay": 0.0, "clip_grad": 0}
 # name -> (ranks, model, policy, packing)
 CASES = {
     "tp1": (1, "dense", LORA | {"recompute": "elementwise"}, ONE),
     "tp1-attention": (1, "qwen2", LORA | {"lora_layers": "attention"}, ONE),
     "hybrid-tp1": (1, "tied-hybrid", LORA, ONE),
+    "moe-tp1": (1, "moe", LORA | {"recompute": "full"}, ONE),
     "tp2": (2, "dense", TENSOR | {"recompute": "elementwise"}, ONE),
     "tp2-sequence": (2, "qwen2", TENSOR | {"recompute": "products"}, [[[0, 1, 3], [2]]]),
     "phi-tp2": (2, "phi", TENSOR | {"lora_layers": "attention"}, ONE),
     "hybrid-tp2": (2, "hybrid", TENSOR | {"recompute": "full"}, [[[0, 1, 3], [2]]]),
+    "hybrid-moe-tp2": (2, "hybrid-moe", TENSOR | {"recompute": "products"}, [[[0, 1, 3], [2]]]),
+    "moe-tp2-ep2": (2, "moe", TENSOR | {"recompute": "elementwise", "expert_parallel": 2}, ONE),
+    "hybrid-fused-ep2": (2, "hybrid-fused", LORA | {"expert_parallel": 2, "lora_layers": "mlp"}, HALVES),
     "tp2-full": (2, "tied", TENSOR | {"recompute": "full"}, ONE),
     "dp2": (2, "dense", LORA, HALVES),
     "cp2-mlp": (2, "dense", LORA | {"context_parallel": 2, "lora_layers": "mlp"}, ONE),
@@ -63,8 +69,10 @@ class Runs:
                 *(self._full(name) for name in CASES if CASES[name][0] == 2),
                 self._resumed("tp2-of-tp1", "tp1", TENSOR, ONE),
                 self._resumed("dp2-of-tp1", "tp1", LORA, HALVES),
+                self._resumed("moe-ep2-of-tp1", "moe-tp1", LORA | {"expert_parallel": 2}, HALVES),
                 self._resumed("tp2-again", "tp2", CASES["tp2"][2], ONE),
-                self._bfloat16(),
+                self._bfloat16("bfloat16", "dense", TENSOR, ONE),
+                self._bfloat16("bfloat16-fused", "hybrid-fused", EIGHT, HALVES),
             ],
             folder,
         )
@@ -111,18 +119,17 @@ class Runs:
         loss = {"loss": {"kl_coefficient": 0.05}}
         return self._case(name, CASES[of][1], policy, packing) | loss | {"do": do}
 
-    def _bfloat16(self) -> dict:
-        policy = TENSOR | {"dtype": "bfloat16"}
+    def _bfloat16(self, name: str, model: str, policy: dict, packing: list) -> dict:
         do = [
             ("train", STEPS),
             ("export", "v1:base"),
             ("export", "before"),
-            ("publish", str(self.folder / "run")),
+            ("publish", str(self.folder / name / "run")),
             ("export", "after"),
             ("refuse", "full:1"),
             ("refuse", "delta:0"),
         ]
-        return self._case("bfloat16", "dense", policy, ONE) | {"do": do}
+        return self._case(name, model, policy | {"dtype": "bfloat16"}, packing) | {"do": do}
 
 
 class Adapted(torch.nn.Module):
@@ -136,12 +143,40 @@ class Adapted(torch.nn.Module):
         return self.linear(inputs) + ALPHA / RANK * F.linear(F.linear(inputs, self.a), self.b)
 
 
-def adapted(model, factors) -> dict[str, Adapted]:
+class AdaptedExpert(torch.nn.Module):
+    """The adapters of one matrix of an expert."""
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Parameter(a), torch.nn.Parameter(b)
+
+
+class Experts(torch.nn.Module):
+    """Adds the products of adapters to a tensor of all experts, which has one or two matrices of each."""
+
+    def __init__(self, experts: list[list[AdaptedExpert]]) -> None:
+        super().__init__()
+        self.experts = torch.nn.ModuleList([torch.nn.ModuleList(matrices) for matrices in experts])
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        added = [torch.cat([each.b @ each.a for each in matrices]) for matrices in self.experts]
+        return weight + ALPHA / RANK * torch.stack(added)
+
+
+def adapted(model, factors) -> dict[str, Adapted | AdaptedExpert]:
     model.requires_grad_(False)
-    found = {}
+    found, experts = {}, {name.rpartition(".experts.")[0] for name in factors} - {""}
     for name, (a, b) in factors.items():
-        found[name] = Adapted(model.get_submodule(name), a.clone(), b.clone())
-        model.set_submodule(name, found[name])
+        if ".experts." in name:
+            found[name] = AdaptedExpert(a.clone(), b.clone())
+        else:
+            found[name] = Adapted(model.get_submodule(name), a.clone(), b.clone())
+            model.set_submodule(name, found[name])
+    for name in sorted(experts):
+        for whole, kinds in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+            module, count = model.get_submodule(f"{name}.experts"), tiny.EXPERTS["num_experts"]
+            listed = [[found[f"{name}.experts.{n}.{kind}_proj"] for kind in kinds] for n in range(count)]
+            parametrize.register_parametrization(module, whole, Experts(listed))
     return found
 
 
@@ -181,7 +216,11 @@ def test_steps_are_those_of_lora_in_plain_torch(runs, name):
     for answer in runs.answers[name]:
         assert [m["policy/loss"] for m in answer["metrics"]] == pytest.approx(losses, rel=2e-5, abs=1e-6)
         assert [m["policy/grad_norm"] for m in answer["metrics"]] == pytest.approx(norms, rel=1e-4)
-    if name not in ("dp2", "cp2-mlp"):  # whose optimizer divides the gradients among the ranks
+    if name not in (
+        "dp2",
+        "cp2-mlp",
+        "hybrid-fused-ep2",
+    ):  # whose optimizer divides the gradients among the ranks
         largest = max(float(each.abs().max()) for pair in grads.values() for each in pair)
         limit = 1e-5 * largest if "hybrid" in name else 1e-6  # as of all weights in test_parity.py
         assert apart(runs.factors(name, "grads"), grads) < limit
@@ -200,24 +239,26 @@ def test_new_adapters_change_no_bit(runs):
     assert 0.9 / 96**0.5 < a.abs().max() <= 1 / 96**0.5
 
 
-@pytest.mark.parametrize("name", ["tp1", "tp2-sequence", "cp2-mlp", "hybrid-tp2", "phi-tp2", "bfloat16"])
+@pytest.mark.parametrize(
+    "name", ["tp1", "tp2-sequence", "cp2-mlp", "hybrid-tp2", "phi-tp2", "hybrid-moe-tp2", "bfloat16"]
+)
 def test_what_is_published_is_the_base_and_the_adapters_rounded_once(runs, name):
     """So whoever has both can make the weights that engines serve, bit for bit, on any device."""
     kind = CASES[name][1] if name in CASES else "dense"
-    merged = runs.model(kind).state_dict()
+    source = load_file(runs.models[kind] / "model.safetensors")
     dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
-    merged = {key: tensor.to(dtype) for key, tensor in merged.items()}
+    merged = {key: tensor.to(dtype) for key, tensor in source.items()}
     for key, (a, b) in runs.factors(name, "after").items():
         assert a.dtype == dtype
         base = merged[f"{key}.weight"].double()
         merged[f"{key}.weight"] = (base + ALPHA / RANK * (b.double() @ a.double())).to(dtype)
     found = runs.weights(name, "after")
     assert all(torch.equal(tensor, merged[key]) for key, tensor in found.items())
-    assert any(not torch.equal(tensor, runs.model(kind).state_dict()[key]) for key, tensor in found.items())
+    assert any(not torch.equal(tensor, source[key]) for key, tensor in found.items())
 
 
 def test_the_learner_computes_with_what_it_publishes(runs):
-    for name in ("tp1", "tp2-sequence", "hybrid-tp2"):
+    for name in ("tp1", "tp2-sequence", "hybrid-tp2", "hybrid-moe-tp2", "hybrid-fused-ep2"):
         model = AutoModelForCausalLM.from_pretrained(runs.folder / name / "after", dtype=torch.float32)
         with torch.no_grad():
             expected = tiny.score(model, torch.tensor(TEXT))[1:]
@@ -230,20 +271,21 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes_at_any_layout(runs):
 
     assert curve("tp2-again") == curve("tp2")
     assert apart(runs.factors("tp2-again", "after"), runs.factors("tp2", "after")) == 0
-    for name in ("tp2-of-tp1", "dp2-of-tp1"):
-        assert curve(name) == pytest.approx(curve("tp1"), rel=1e-5)
-        assert apart(runs.factors(name, "after"), runs.factors("tp1", "after")) < 2e-4
+    for name, first in {"tp2-of-tp1": "tp1", "dp2-of-tp1": "tp1", "moe-ep2-of-tp1": "moe-tp1"}.items():
+        assert curve(name) == pytest.approx(curve(first), rel=1e-5)
+        assert apart(runs.factors(name, "after"), runs.factors(first, "after")) < 2e-4
     size = sum(path.stat().st_size for path in (runs.folder / "tp1.saved").glob("*.distcp"))
     assert size < sum(tensor.nbytes for tensor in runs.weights("tp1", "after").values())
 
 
-def update_message(runs: Runs, step: int) -> tuple[WeightManifest, dict]:
+def update_message(runs: Runs, name: str, step: int) -> tuple[WeightManifest, dict]:
     """What a supervisor tells an engine about a version, after it verified all files."""
     version = WeightVersion(incarnation=1, step=step)
-    folder = RunDir(runs.folder / "run").weight(version)
+    folder = RunDir(runs.folder / name / "run").weight(version)
     manifest = folders.manifest(folder, WeightManifest)
     files = folders.verify(folder, manifest, lambda: False)
-    parent = None if manifest.parent is None else Weights(manifest.parent, runs.models["dense"])
+    model = runs.models["dense" if name == "bfloat16" else "hybrid-fused"]
+    parent = None if manifest.parent is None else Weights(manifest.parent, model)
     return manifest, describe(Weights(version, folder, manifest, files, parent))
 
 
@@ -261,22 +303,26 @@ def loaded_tensors(update: dict) -> dict[str, torch.Tensor]:
 
 def test_an_engine_takes_a_full_version_for_its_merged_weights(runs):
     """Its adapters are verified with it, and are no weights that vLLM loads."""
-    manifest, update = update_message(runs, STEPS)
+    manifest, update = update_message(runs, "bfloat16", STEPS)
     assert {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"} < manifest.files.keys()
     found, expected = loaded_tensors(update), runs.weights("bfloat16", "before")
     assert manifest.parent is None
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_a_delta_is_the_adapters_and_an_engine_merges_them_into_the_model(runs):
-    """The model is stored in float32 here, and the digests are those of what the learner computes with."""
-    manifest, update = update_message(runs, STEPS + 1)
+@pytest.mark.parametrize("name", ["bfloat16", "bfloat16-fused"])
+def test_a_delta_is_the_adapters_and_an_engine_merges_them_into_the_model(runs, name):
+    """The model is stored in float32 here, and the digests are those of what the learner computes with.
+
+    Adapters of single experts belong to rows of a tensor that has all of them.
+    """
+    manifest, update = update_message(runs, name, STEPS + 1)
     assert manifest.parent == WeightVersion()
     assert manifest.files.keys() == {"adapter_config.json", "adapter_model.safetensors"}
-    found, expected = loaded_tensors(update), runs.weights("bfloat16", "after")
+    found, expected = loaded_tensors(update), runs.weights(name, "after")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert any(not torch.equal(each, runs.weights("bfloat16", "before")[n]) for n, each in found.items())
+    assert any(not torch.equal(each, runs.weights(name, "before")[n]) for n, each in found.items())
 
 
 @pytest.mark.parametrize("carrier", ["full", "delta"])
@@ -294,7 +340,9 @@ def test_a_folder_of_adapters_says_what_peft_must_know(runs):
     assert config["base_model_name_or_path"] == str(runs.models["qwen2"])
 
 
-@pytest.mark.parametrize("name", ["tp1", "tp1-attention", "cp2-mlp", "hybrid-tp1", "hybrid-tp2"])
+@pytest.mark.parametrize(
+    "name", ["tp1", "tp1-attention", "cp2-mlp", "hybrid-tp2", "moe-tp1", "hybrid-moe-tp2"]
+)
 def test_adapters_are_as_large_as_the_estimate_says(runs, name):
     _, model, policy, _ = CASES[name]
     alone = Megatron(**policy | {"tensor_parallel": 1})

@@ -159,11 +159,15 @@ class LoaderCopies:
     def merge(self, delta: Delta) -> None:
         """Merge adapters into this worker's memory, which holds the initial model."""
         for name, factors in delta.factors.items():
+            size = self._wholes[name].rows // len(factors)
             for copy in self._copies[name]:
                 at, target = copy.source, copy.target
-                a = factors.a[:, at.column : at.column + at.columns].to(target.device)
-                b = factors.b[at.row : at.row + at.rows].to(target.device)
-                Factors(a, b, factors.scale).merge(target, target)
+                row, each = at.row % size, factors[at.row // size]
+                if row + at.rows > size:
+                    raise ValueError(f"{name}: its loader copies rows of several experts at once")
+                a = each.a[:, at.column : at.column + at.columns].to(target.device)
+                b = each.b[row : row + at.rows].to(target.device)
+                Factors(a, b, each.scale).merge(target, target)
 
     def _pairs(self, tensors: Mapping[str, Tensor]) -> list[tuple[Copy, Tensor]]:
         return [(copy, _rectangle(tensors[n], copy.source)) for n in tensors for copy in self._copies[n]]

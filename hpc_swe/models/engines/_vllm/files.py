@@ -195,8 +195,9 @@ class Delta:
     changes: dict[str, Changes]
     whole: dict[str, Tensor]
     """Tensors of which too much changed."""
-    factors: Mapping[str, Factors] = field(default_factory=dict)
-    """Adapters that are merged into the initial model, in place of all else."""
+    factors: Mapping[str, Sequence[Factors]] = field(default_factory=dict)
+    """Adapters that are merged into the initial model, in place of all else; those of a tensor of all experts
+    are in the order of its rows."""
 
     @classmethod
     def read(cls, folder: Path, wanted: Wanted, device: torch.device = CPU) -> "Delta":
@@ -230,20 +231,44 @@ class Delta:
         elif name in self.changes:
             self.changes[name].to(tensor.device).apply(tensor)
         elif name in self.factors:
-            self.factors[name].merge(tensor, tensor)
+            factors = self.factors[name]
+            rows = tensor.view(-1, tensor.shape[-1]).chunk(len(factors))
+            for each, part in zip(factors, rows, strict=True):
+                each.merge(part, part)
 
 
-def _factors(folder: Path, stored: Mapping[str, Tensor], wanted: Wanted) -> dict[str, Factors]:
+def _factors(folder: Path, stored: Mapping[str, Tensor], wanted: Wanted) -> dict[str, list[Factors]]:
     """Return the adapters of a folder of PEFT by tensor; raise ValueError where they do not fit one."""
     config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    found = {}
-    for stem in sorted({name.rpartition(".lora_")[0] for name in stored}):
-        name = f"{stem.removeprefix('base_model.model.')}.weight"
+    found: dict[str, dict[int, Factors]] = defaultdict(dict)
+    for stem in {name.rpartition(".lora_")[0] for name in stored}:
         a, b = stored.get(f"{stem}.lora_A.weight"), stored.get(f"{stem}.lora_B.weight")
-        if a is None or b is None or [len(b), a.shape[1]] != wanted.shapes.get(name):
+        name, place, parts = _place(stem.removeprefix("base_model.model."), wanted.shapes)
+        *rows, columns = wanted.shapes.get(name, [0])
+        if a is None or b is None or (len(b) * parts, a.shape[1]) != (math.prod(rows), columns):
             raise ValueError(f"{folder.name}: the adapters of {name} do not fit the model")
-        found[name] = Factors(a, b, config["lora_alpha"] / config["r"])
-    return found
+        found[name][place] = Factors(a, b, config["lora_alpha"] / config["r"])
+    for name, placed in found.items():
+        if sum(len(each.b) for each in placed.values()) != math.prod(wanted.shapes[name][:-1]):
+            raise ValueError(f"{folder.name}: {name} has adapters of some experts only")
+    return {name: [placed[place] for place in sorted(placed)] for name, placed in found.items()}
+
+
+def _place(stem: str, shapes: Mapping[str, list[int]]) -> tuple[str, int, int]:
+    """Return the tensor that has a matrix, and which of how many parts of its rows.
+
+    A folder with the tensors of all experts has the rows of a gate before those of an up projection.
+    """
+    prefix, _, rest = stem.rpartition(".experts.")
+    number, _, kind = rest.partition(".")
+    is_down = kind == "down_proj"
+    name = f"{prefix}.experts.{'down' if is_down else 'gate_up'}_proj"
+    if not prefix or name not in shapes:
+        return f"{stem}.weight", 0, 1
+    experts = shapes[name][0]
+    if is_down:
+        return name, int(number), experts
+    return name, 2 * int(number) + (kind == "up_proj"), 2 * experts
 
 
 def _to_device(file: Path, is_tied: bool, device: torch.device) -> dict[str, Tensor]:

@@ -30,25 +30,36 @@ def held(shape: ModelShape, policy: MegatronSettings) -> float:
 def stepped(shape: ModelShape, policy: MegatronSettings, data_parallel: int) -> float:
     """Return how many parameters a rank's optimizer updates."""
     copies = policy.context_parallel * data_parallel
-    if adapters := adapter_parameters(shape, policy):
-        return adapters / copies
-    dense, experts = parts(shape, policy)
+    dense, experts = _adapter_parts(shape, policy) if policy.lora_rank else parts(shape, policy)
     of_experts = copies * policy.tensor_parallel / policy.expert_parallel
     return dense / copies + experts / (of_experts if policy.expert_parallel > 1 else copies)
 
 
 def adapter_parameters(shape: ModelShape, policy: MegatronSettings) -> int:
     """Return the parameters of a rank's adapters, each of rank * (inputs + outputs), one of them divided."""
-    tp, found = policy.tensor_parallel, 0
+    return int(sum(_adapter_parts(shape, policy)))
+
+
+def _adapter_parts(shape: ModelShape, policy: MegatronSettings) -> tuple[int, float]:
+    tp, ep, found = policy.tensor_parallel, policy.expert_parallel, 0
     for layers, inputs, outputs, is_row in _adapted(shape, policy):
         found += layers * (inputs // tp + outputs if is_row else inputs + outputs // tp)
-    return policy.lora_rank * found
+    inner = shape.ffn if ep > 1 else shape.ffn // tp
+    experts = _adapted_experts(shape, policy) / ep * 3 * (shape.hidden + inner)
+    return policy.lora_rank * found, policy.lora_rank * experts
 
 
 def adapted_parameters(shape: ModelShape, policy: MegatronSettings) -> float:
     """Return the parameters of a rank's matrices that have adapters."""
     sizes = (layers * inputs * outputs for layers, inputs, outputs, _ in _adapted(shape, policy))
-    return sum(sizes) / policy.tensor_parallel
+    experts = _adapted_experts(shape, policy) * 3 * shape.hidden * shape.ffn
+    ranks = policy.expert_parallel if policy.expert_parallel > 1 else policy.tensor_parallel
+    return sum(sizes) / policy.tensor_parallel + experts / ranks
+
+
+def _adapted_experts(shape: ModelShape, policy: MegatronSettings) -> int:
+    has_some = policy.lora_rank and policy.lora_layers != "attention"
+    return shape.layers * shape.experts if has_some else 0
 
 
 def _adapted(shape: ModelShape, policy: MegatronSettings) -> list[tuple[int, int, int, bool]]:
@@ -62,6 +73,7 @@ def _adapted(shape: ModelShape, policy: MegatronSettings) -> list[tuple[int, int
         values, count = shape.delta.values, len(shape.delta.layers)
         attention += [(count, hidden, outputs, False) for outputs in (shape.delta.mixed, values)]
         attention += [(count, values, hidden, True)]
-    mlp = [(shape.layers, hidden, shape.ffn, False)] * 2 + [(shape.layers, shape.ffn, hidden, True)]
+    ffn = shape.shared_ffn if shape.experts else shape.ffn
+    mlp = [(shape.layers, hidden, ffn, False)] * 2 + [(shape.layers, ffn, hidden, True)] if ffn else []
     chosen = {"all": attention + mlp, "attention": attention, "mlp": mlp}
     return chosen[policy.lora_layers] if policy.lora_rank else []

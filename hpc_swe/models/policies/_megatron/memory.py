@@ -229,7 +229,7 @@ def files(shape: ModelShape, policy: MegatronSettings) -> tuple[Part, Part]:
     count, state = shape.parameters.total, counts.saved_bytes(policy)
     size, _ = counts.sizes_in_bytes(policy)
     if policy.lora_rank:
-        alone = msgspec.structs.replace(policy, tensor_parallel=1)
+        alone = msgspec.structs.replace(policy, tensor_parallel=1, expert_parallel=1)
         adapters = counts.adapter_parameters(shape, alone)
         whole = Part("weights/", f"{size} (P + L)", size * (count + adapters))
         return whole, Part("checkpoints/", f"{state} L", state * adapters)

@@ -135,9 +135,10 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
             narrow = min(
                 narrow, shape.groups * shape.head_dim, *([shape.delta.values] if shape.delta else [])
             )
-        if rank and shape.experts:
+        step = 8 if self.dtype == "bfloat16" else 4
+        if rank % step and shape.experts and self.lora_layers != "attention":
             raise ConfigError(
-                f"[policy] lora_rank = {rank} needs a model without experts, which get no adapters"
+                f"[policy] lora_rank = {rank}: products of experts need a multiple of {step}; set one"
             )
         if rank and shape.fused_mlp and self.lora_layers != "attention":
             raise ConfigError(

@@ -1,6 +1,7 @@
 """Compute a mixture of experts on torch alone; Megatron's own experts need packages built for CUDA."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
@@ -28,6 +29,10 @@ from hpc_swe.models.policies._megatron.kernels.recompute import Call, keep
 from hpc_swe.models.policies._megatron.model.layer import DecoderConfig
 from hpc_swe.models.policies._megatron.model.parallel import TorchRanks
 from hpc_swe.models.policies._megatron.model.routing import Replay
+
+Adapt = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Returns the outputs of a grouped product, whose backward may then compute more; it takes them, the inputs,
+and where the rows of each expert end."""
 
 
 class ExpertLayer(MoELayer):  # type: ignore[misc]
@@ -157,7 +162,9 @@ class Experts(MegatronModule):  # type: ignore[misc]
         **_: object,
     ) -> None:
         super().__init__(config=config)
-        self._groups = pg_collection
+        self.groups = pg_collection
+        self.adapt_gate_up: Adapt = _unadapted
+        self.adapt_down: Adapt = _unadapted
         width, inner = config.hidden_size, config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
         self.gate_up = self._weight(num_local_experts, 2, inner, width)
         self.down = self._weight(num_local_experts, width, inner)
@@ -183,10 +190,12 @@ class Experts(MegatronModule):  # type: ignore[misc]
             weights, ends = F.pad(weights, (0, 1)), ends + 1
 
         def gate_up(rows: Tensor) -> Tensor:
-            return F.grouped_mm(rows, self.gate_up.flatten(1, 2).mT, offs=ends)
+            return self.adapt_gate_up(
+                F.grouped_mm(rows, self.gate_up.flatten(1, 2).mT, offs=ends), rows, ends
+            )
 
         inner = cheap(weighted, cheap(swiglu, costly(gate_up, rows)), weights)
-        return F.grouped_mm(inner, self.down.mT, offs=ends)[:count]
+        return self.adapt_down(F.grouped_mm(inner, self.down.mT, offs=ends), inner, ends)[:count]
 
     def sharded_state_dict(
         self,
@@ -195,7 +204,7 @@ class Experts(MegatronModule):  # type: ignore[misc]
         metadata: object = None,
     ) -> dict[str, ShardedTensor]:
         """Describe the split for checkpoints: over experts, and each expert over tensor-parallel ranks."""
-        groups, depth = self._groups, len(sharded_offsets)
+        groups, depth = self.groups, len(sharded_offsets)
         return {
             prefix + name: ShardedTensor.from_rank_offsets(
                 prefix + name,
@@ -208,6 +217,10 @@ class Experts(MegatronModule):  # type: ignore[misc]
             )
             for name, weight in (("gate_up", self.gate_up), ("down", self.down))
         }
+
+
+def _unadapted(outputs: Tensor, inputs: Tensor, ends: Tensor) -> Tensor:
+    return outputs
 
 
 def _at_least_one(rows: Tensor) -> Tensor:

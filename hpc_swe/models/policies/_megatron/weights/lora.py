@@ -12,8 +12,6 @@ the other factor is whole on every rank, and its gradient is a sum over the rank
 """
 
 import json
-import math
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,13 +28,16 @@ from torch import Tensor, nn
 
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.store import atomic
-from hpc_swe.models.deltas.low_rank import ADAPTER_CONFIG, ADAPTER_TENSORS, Factors
+from hpc_swe.models.deltas.low_rank import ADAPTER_CONFIG, ADAPTER_TENSORS, Factors, initial
 from hpc_swe.models.model_shape import ModelShape
 from hpc_swe.models.policies._megatron.kernels import pinned
 from hpc_swe.models.policies._megatron.model.delta_net import GatedDeltaNet
+from hpc_swe.models.policies._megatron.model.experts import Experts
 from hpc_swe.models.policies._megatron.model.model import PolicyModel
 from hpc_swe.models.policies._megatron.model.parallel import TorchRanks
 from hpc_swe.models.policies._megatron.settings import MegatronSettings
+from hpc_swe.models.policies._megatron.weights import expert_lora
+from hpc_swe.models.policies._megatron.weights.expert_lora import AdaptedProduct, ExpertAdapter, whole
 from hpc_swe.models.policies._megatron.weights.weights import ADAPTERS
 
 IDENTITY = ("lora_rank", "lora_alpha", "lora_layers")
@@ -92,15 +93,9 @@ class Adapter(nn.Module):  # type: ignore[misc]
         layers.set_tensor_model_parallel_attributes(self.b, split == 0, 0, 1)
 
     def start(self, group: dist.ProcessGroup) -> None:
-        """Draw A as LoRA's authors do, uniform within 1 / sqrt(inputs) (microsoft/LoRA, layers.py); B is 0.
-
-        The numbers depend on the name alone, and not on how many ranks share them.
-        """
+        """Draw A; B is 0."""
         parts = group.size() if self.split == 1 else 1
-        rank, inputs = self.a.shape
-        generator = torch.Generator().manual_seed(zlib.crc32(self.source.encode()))
-        drawn = torch.empty(rank, inputs * parts).uniform_(-1, 1, generator=generator)
-        drawn /= math.sqrt(inputs * parts)
+        drawn = initial(self.source, self.a.shape[0], self.a.shape[1] * parts)
         self.a.data.copy_(drawn.chunk(parts, 1)[group.rank() if parts > 1 else 0])
 
     def merged(self, scale: float) -> Tensor:
@@ -195,32 +190,39 @@ class Adapters:
         self, model: PolicyModel, shape: ModelShape, settings: MegatronSettings, ranks: TorchRanks
     ) -> None:
         self._settings, self._ranks, self._layers = settings, ranks, list[AdaptedLinear]()
+        self._products, self._adapted = list[AdaptedProduct](), list[AdaptedLinear | AdaptedProduct]()
         if not settings.lora_rank:
             return
         model.requires_grad_(False)
         model.embedding.register_forward_hook(_require_gradient)
         chosen = list(_choose(model, shape, settings))
+        experts = {} if settings.lora_layers == "attention" else _experts(model, shape)
         base = sum(module.weight.nbytes + pinned.ALIGNED * len(rows) for module, rows, _ in chosen)
+        base += sum(each.gate_up.nbytes + each.down.nbytes + 3 * pinned.ALIGNED for each in experts.values())
         room = pinned.take("policy.lora_rank", base, ranks, "adapt fewer layers (policy.lora_layers)")
         self._layers = [AdaptedLinear(*each, settings, room) for each in chosen]
         for adapter in self._adapters():
             adapter.start(ranks.tensor_group)
+        rank, scale = settings.lora_rank, settings.lora_alpha / settings.lora_rank
+        for prefix, each in experts.items():
+            self._products += expert_lora.adapt(each, prefix, rank, scale, room)
+        self._adapted = [*self._layers, *self._products]
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         values = (settings.lora_rank, settings.lora_alpha, settings.lora_layers)
         self._identity: dict[str, object] = dict(zip(IDENTITY, values, strict=True))
 
     def __bool__(self) -> bool:
-        return bool(self._layers)
+        return bool(self._adapted)
 
     def merge(self) -> None:
         """Write the merged weights into the model."""
-        for layer in self._layers:
+        for layer in self._adapted:
             layer.merge()
 
     @contextmanager
     def removed(self) -> Iterator[None]:
         """Let the model compute with the weights that were loaded, for the duration of the block."""
-        for layer in self._layers:
+        for layer in self._adapted:
             layer.remove()
         try:
             yield
@@ -233,6 +235,8 @@ class Adapters:
         if group.size() == 1 or not self:
             return
         found = [(each.b if each.split else each.a).main_grad for each in self._adapters()]
+        experts = [each for each in self._of_experts() if not each.is_divided]
+        found += [(each.b if each.split else each.a).main_grad for each in experts]
         joined = torch.cat([each.flatten() for each in found])
         dist.all_reduce(joined, group=group)
         for each, part in zip(found, joined.split([each.numel() for each in found]), strict=True):
@@ -249,7 +253,8 @@ class Adapters:
                     state[name] = make_tp_sharded_tensor_for_checkpoint(tensor, key, axis, **groups)
                 else:
                     state[name] = make_sharded_tensor_for_checkpoint(tensor, key, **groups)
-        return state
+        pairs = (pair for each in self._of_experts() for pair in each.sharded())
+        return state | {self._names[id(tensor)]: sharded for tensor, sharded in pairs}
 
     @property
     def identity(self) -> dict[str, object]:
@@ -271,12 +276,13 @@ class Adapters:
         found: dict[str, Tensor] = {}
         for each in self._adapters():
             for name, tensor, axis in (("lora_A", each.a, 1), ("lora_B", each.b, 0)):
-                whole = (
-                    _whole(tensor.data, axis, self._ranks.tensor_group) if axis == each.split else tensor.data
+                every = (
+                    whole(tensor.data, axis, self._ranks.tensor_group) if axis == each.split else tensor.data
                 )
-                ordered = each.rows.of_matrix(whole) if name == "lora_B" else whole
+                ordered = each.rows.of_matrix(every) if name == "lora_B" else every
                 found[f"base_model.model.{each.source}.{name}.weight"] = ordered.cpu().contiguous()
-        return found
+        pairs = (pair for each in self._of_experts() for pair in each.collect())
+        return found | {f"base_model.model.{name}": factor.cpu().contiguous() for name, factor in pairs}
 
     def write(self, folder: Path, factors: dict[str, Tensor], model: Path) -> None:
         """Write a folder that PEFT loads onto `model`; rank 0 writes it, and no rank waits for another."""
@@ -289,6 +295,7 @@ class Adapters:
             (folder / ADAPTER_CONFIG).write_text(json.dumps(self._peft(model), indent=2))
 
     def _peft(self, model: Path) -> dict[str, object]:
+        sources = [*(each.source for each in self._adapters()), *(each.source for each in self._of_experts())]
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -297,7 +304,7 @@ class Adapters:
             "lora_alpha": self._settings.lora_alpha,
             "lora_dropout": 0.0,
             "bias": "none",
-            "target_modules": sorted({each.source.rpartition(".")[2] for each in self._adapters()}),
+            "target_modules": sorted({source.rpartition(".")[2] for source in sources}),
             "inference_mode": True,
         }
 
@@ -305,21 +312,34 @@ class Adapters:
         for layer in self._layers:
             yield from layer.adapters
 
+    def _of_experts(self) -> Iterator[ExpertAdapter]:
+        for product in self._products:
+            yield from product.adapters
+
+
+def _experts(model: PolicyModel, shape: ModelShape) -> dict[str, Experts]:
+    """Return the experts of each layer that has some, by the prefix of their names in files."""
+    decoder = model.decoder.layers
+    found = ((layer.layer_number - 1, layer.mlp.experts) for layer in decoder if layer.is_moe_layer)
+    return {f"{shape.prefix}layers.{number}.mlp.experts.": experts for number, experts in found}
+
 
 def _choose(
     model: PolicyModel, shape: ModelShape, settings: MegatronSettings
 ) -> Iterator[tuple[nn.Module, list[Rows], str]]:
-    ffn = shape.ffn // settings.tensor_parallel
-    gate_up = [Rows("mlp.gate_proj", 1, 2 * ffn, 0, ffn), Rows("mlp.up_proj", 1, 2 * ffn, ffn, ffn)]
-    down = [Rows("mlp.down_proj", 1, shape.hidden, 0, shape.hidden)]
+    place = "mlp.shared_expert." if shape.shared_ffn else "mlp."
+    ffn = (shape.shared_ffn or shape.ffn) // settings.tensor_parallel
+    gate_up = [Rows(f"{place}{kind}_proj", 1, 2 * ffn, at, ffn) for kind, at in (("gate", 0), ("up", ffn))]
+    down = [Rows(f"{place}down_proj", 1, shape.hidden, 0, shape.hidden)]
     for layer in model.decoder.layers:
-        attention, mlp, chosen = layer.self_attention, layer.mlp, list[tuple[nn.Module, list[Rows]]]()
+        attention, chosen = layer.self_attention, list[tuple[nn.Module, list[Rows]]]()
+        mlp = layer.mlp.shared if layer.is_moe_layer else layer.mlp  # None without a shared expert
         if settings.lora_layers != "mlp":
             is_delta = isinstance(attention, GatedDeltaNet)
             rows, output = (_of_delta_net if is_delta else _of_attention)(shape, settings.tensor_parallel)
             inputs = attention.linear_in if is_delta else attention.linear_qkv
             chosen += [(inputs, rows), (attention.linear_proj, [output])]
-        if settings.lora_layers != "attention":
+        if settings.lora_layers != "attention" and mlp is not None:
             chosen += [(mlp.linear_fc1, gate_up), (mlp.linear_fc2, down)]
         for module, rows in chosen:
             yield module, rows, f"{shape.prefix}layers.{layer.layer_number - 1}."
@@ -354,9 +374,3 @@ def _require_gradient(_: nn.Module, __: object, output: Tensor) -> None:
     """Let a layer that is recomputed see that backward must pass it: none of its inputs is trained."""
     if torch.is_grad_enabled():
         output.requires_grad_()
-
-
-def _whole(part: Tensor, axis: int, group: dist.ProcessGroup) -> Tensor:
-    parts = [torch.empty_like(part) for _ in range(group.size())]
-    dist.all_gather(parts, part.contiguous(), group=group)
-    return torch.cat(parts, axis)
