@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+import shutil
 import sys
 import threading
 import time
@@ -28,7 +29,6 @@ _ACTIVATE = f'export VIRTUAL_ENV=/{ENVIRONMENT} PATH="/{ENVIRONMENT}/bin:$PATH"\
 # What official eval scripts source: they expect conda, and get a virtual environment of the same name.
 _CONDA = 'conda() { case "$1" in activate) . "/opt/miniconda3/envs/$2/bin/activate";; esac; }\n'
 _FILE = re.compile("^(docker-archive|oci-archive|oci):")
-_AGENT = re.compile(r"([a-z-]+):(//)?")
 _TRIAL_S = 120.0
 _INCOMPLETE = 2  # exit code of unsquashfs that cannot make devices, which no sandbox takes from its image
 _SET_UP_S = 1800.0
@@ -177,6 +177,8 @@ class Pulled:
         """Make work/tree of an image that opens, with a new repository; return what its maker changed."""
         tree = work / "tree"
         self._unpack(task, tree, work)
+        if steps := task.tests.extra.get("steps"):
+            _run_steps(steps, Path(task.tests.extra["context"]), tree, work)
         repository = _repository(tree, task)
         if not (repository / ".git").exists() and "steps" in task.tests.extra:
             begin(repository)
@@ -189,8 +191,7 @@ class Pulled:
     def _unpack(self, task: Task, tree: Path, work: Path) -> None:
         """Unpack with unsquashfs: Apptainer would need all capabilities, which not every root has."""
         file = self._file(task)
-        steps = task.tests.extra.get("steps", "")
-        if file is not None and file.suffix == ".sif" and not steps:
+        if file is not None and file.suffix == ".sif":
             offset = squashfs_offset(run("apptainer", "sif", "list", str(file)))
             if offset is not None:
                 options = ("-quiet", "-no-progress", "-no-xattrs", "-offset", str(offset), "-dest", str(tree))
@@ -198,8 +199,7 @@ class Pulled:
                 run("chmod", "-R", "u+rwX", str(tree))
                 return
         cache = ["--disable-cache"] if file else []
-        source = str(_definition(self.origin(task), task, steps, work)) if steps else self.origin(task)
-        words = ("build", "--fix-perms", *cache, "--sandbox", str(tree), source)
+        words = ("build", "--fix-perms", *cache, "--sandbox", str(tree), self.origin(task))
         wait_s, limit = self.wait_s, self.limit
         while True:
             try:
@@ -239,23 +239,15 @@ class Pulled:
             raise HpcSweError(f"git in the image does not see a clean {task.workdir}: {status.output[-500:]}")
 
 
-def _definition(origin: str, task: Task, steps: str, work: Path) -> Path:
-    """Write what Apptainer needs to run the steps of a task's Dockerfile in its base image."""
-    found = _AGENT.match(origin)
-    made, script = work / "definition", work / "steps"
-    script.write_text(steps, encoding="utf-8")
-    lines = [
-        f"Bootstrap: {found[1] if found else 'localimage'}",
-        f"From: {origin.removeprefix(found[0] if found else '')}",
-        "%files",
-        f"    {task.tests.extra['context']} /.build/context",
-        f"    {script} /.build/steps",
-        "%post",
-        "    cd / && /bin/sh /.build/steps",
-        "    rm -rf /.build",
-    ]
-    made.write_text("\n".join([*lines, ""]), encoding="utf-8")
-    return made
+def _run_steps(steps: str, context: Path, tree: Path, work: Path) -> None:
+    """Run the steps of a task's Dockerfile in an unpacked image, as its root, on this host's network."""
+    build = tree / ".build"
+    shutil.copytree(context, build / "context", symlinks=True)
+    (build / "steps").write_text(steps, encoding="utf-8")
+    root = ["--fakeroot"] if os.getuid() else []
+    options = ["--writable", *root, "--no-home", "--no-mount=cwd,tmp", "--cleanenv", "--pwd=/"]
+    apptainer("exec", *options, str(tree), "/bin/sh", "/.build/steps", work=work)
+    remove(build)
 
 
 ImageSource = Built | Pulled

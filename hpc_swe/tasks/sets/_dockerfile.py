@@ -30,9 +30,9 @@ class Build:
     @property
     def script(self) -> str:
         """Return the script of all steps for a POSIX shell; it finds the context in /.build/context."""
-        names = "|".join(self.variables)
-        kept = [f"export -p | grep -E '^export ({names})=' >> \"$APPTAINER_ENVIRONMENT\""] if names else []
-        return "\n".join([*self.lines, *kept, ""])
+        names = "|".join(["", *self.variables])
+        kept = f"export -p | grep -E '^export ({names})=' > /.singularity.d/env/95-steps.sh || true"
+        return "\n".join([*self.lines, kept, ""])
 
     def add(self, name: str, words: str) -> None:
         """Add a step; raise ValueError, with the reason, for one that is not read."""
