@@ -47,7 +47,7 @@ BUDGETS = {
     "hpc_swe/launch/doctor": 1_423,  # judges sizes of jobs, the C library and kernels
     "hpc_swe/makers": 2_210,  # statements with the function at fault, rows by pass rate, the share sealed
     "hpc_swe/makers/bugs": 1_400,  # mutants are tried by processes, which may be killed
-    "hpc_swe/makers/images": 1_242,  # links of files are made between runs of tests; pulls wait together
+    "hpc_swe/makers/images": 1_234,  # links of files are made between runs of tests; pulls wait together
     "hpc_swe/models": 1_077,
     "hpc_swe/models/advantages": 141,
     "hpc_swe/models/deltas": 946,
