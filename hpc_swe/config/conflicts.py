@@ -80,7 +80,7 @@ def doubts(config: RunConfig) -> Iterator[str]:
             f"learner.loss.sampler_coefficient = {loss.sampler_coefficient:g}: no such run is known to keep "
             f"what it learns; take at most {most}, at half the rate of one, or set groups.max_staleness = 0"
         )
-    clip = max(loss.sequence_clip_low, loss.sequence_clip_high)
+    clip = min(loss.sequence_clip_low, loss.sequence_clip_high)
     if loss.objective == "gspo" and clip < NARROW:
         yield (
             f"learner.loss.objective = 'gspo' clips a sequence whose mean log-ratio exceeds {clip:g}: most "
@@ -200,8 +200,8 @@ def _unchecked_proposals(config: RunConfig) -> Iterator[str]:
 def _uncorrected_caches(config: RunConfig) -> Iterator[str]:
     """Yield a message if the loss stops at the difference that coarse caches make of every sequence."""
     kind, loss = config.engine.kv_cache_dtype, config.learner.loss
-    clip = max(loss.sequence_clip_low, loss.sequence_clip_high)
-    if kind != "auto" and loss.objective == "gspo" and clip < NARROW:
+    clip = min(loss.sequence_clip_low, loss.sequence_clip_high)
+    if config.mode == "grpo" and kind != "auto" and loss.objective == "gspo" and clip < NARROW:
         yield (
             f"engine.kv_cache_dtype = {kind!r} samples from another distribution than the learner's, and "
             f"learner.loss.objective = 'gspo' clips a sequence whose mean log-ratio exceeds {clip:g}; use "

@@ -156,7 +156,7 @@ def collect(exports: Iterable[RunExport], least: float, per_task: int) -> Found:
 def _write(path: Path, rows: list[Row]) -> None:
     made = pa.Table.from_pylist(rows, schema=SCHEMA)
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomic.put_table(path, made)
+    atomic.put_table(path, made, atomic.write_secret)
     lengths, tasks = pc.list_value_length(made["token_ids"]), pc.count_distinct(made["task_id"])
     sums = [pc.sum(lengths), pc.sum(pc.list_flatten(made["loss_mask"])), pc.max(lengths)]
     table = tables.table([str(path)], ["rows", "tasks", "tokens", "with a loss", "longest"])

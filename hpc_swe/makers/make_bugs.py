@@ -188,7 +188,7 @@ def write(tried: Iterable[Tried], out: Path, limit: int) -> dict[str, int]:
         rows = [one.row for one in valid[: limit or None] if one.split == split]
         counts[split] = len(rows)
         if rows:
-            atomic.put_table(out / f"{split}.parquet", pa.Table.from_pylist(rows))
+            atomic.put_table(out / f"{split}.parquet", pa.Table.from_pylist(rows), atomic.write_secret)
         else:
             (out / f"{split}.parquet").unlink(missing_ok=True)
     return counts

@@ -127,7 +127,7 @@ def main() -> int:
         return 1
     import pyarrow as pa
 
-    atomic.put_table(arguments.out, pa.Table.from_pylist(kept))
+    atomic.put_table(arguments.out, pa.Table.from_pylist(kept), atomic.write_secret)
     say(f"{len(kept)} rows in {arguments.out}")
     return 0
 

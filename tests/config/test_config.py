@@ -118,8 +118,9 @@ def test_cuda_graphs_under_which_an_engine_sampled_noise_are_refused(read):
     graphs = 'engine.extra=["--compilation-config", "{\\"cudagraph_mode\\":\\"%s\\"}"]'
     for mode in ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"):
         read(GOOD, graphs % mode)
-    for words in (graphs % "FULL", 'engine.extra=["-cc.cudagraph_mode=FULL"]'):
-        with pytest.raises(ConfigError, match=r"\[engine\] extra .* write FULL_DECODE_ONLY"):
+    others = ('engine.extra=["-cc.cudagraph_mode=full"]', 'engine.extra=["-cc", "{\\"cudagraph_mode\\": 2}"]')
+    for words in (graphs % "FULL", *others):
+        with pytest.raises(ConfigError, match=r"override engine.extra=.* write FULL_DECODE_ONLY"):
             read(GOOD, words)
 
 
@@ -132,10 +133,10 @@ def test_a_decoding_that_vllm_refuses_with_speculation_is_refused_first(read):
 
 def test_coarse_caches_need_an_objective_that_does_not_clip_all_of_them(read):
     coarse = ('engine.kv_cache_dtype="fp8_e4m3"', 'learner.loss.objective="gspo"')
-    with pytest.raises(ConfigError, match=r"engine.kv_cache_dtype = 'fp8_e4m3' .* exceeds 0.0004; use"):
+    with pytest.raises(ConfigError, match=r"engine.kv_cache_dtype = 'fp8_e4m3' .* exceeds 0.0003; use"):
         read(GOOD, *coarse)
     read(GOOD, coarse[0])
-    read(GOOD, *coarse, "learner.loss.sequence_clip_high=0.01")
+    read(GOOD, *coarse, "learner.loss.sequence_clip_low=0.01", "learner.loss.sequence_clip_high=0.01")
 
 
 @pytest.mark.parametrize(
@@ -155,10 +156,16 @@ def test_coarse_caches_need_an_objective_that_does_not_clip_all_of_them(read):
         (["learner.optimizer.epochs=10", "groups.max_staleness=0"], ""),
         (
             ['learner.loss.objective="gspo"'],
-            r"'gspo' clips .* exceeds 0.0004: .* set groups.max_staleness = 0",
+            r"'gspo' clips .* exceeds 0.0003: .* set groups.max_staleness = 0",
         ),
         (['learner.loss.objective="gspo"', "groups.max_staleness=0"], ""),
-        (['learner.loss.objective="gspo"', "learner.loss.sequence_clip_high=0.02"], ""),
+        (
+            [
+                'learner.loss.objective="gspo"',
+                *(f"learner.loss.sequence_clip_{e}=0.02" for e in ("low", "high")),
+            ],
+            "",
+        ),
     ],
 )
 def test_a_start_warns_of_what_old_samples_seldom_stand(read, overrides, doubt):

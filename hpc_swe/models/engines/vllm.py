@@ -43,7 +43,7 @@ SLOWEST_TOKENS_PER_S = 0.5
 FEWEST_TIMED_TOKENS = 2048
 """A request for fewer tokens may take as long as one for so many: both queue for the same time."""
 ROUNDED = 0.25
-"""Least tolerance of a probe where the engine computes with 16 bits, however exactly the learner computes."""
+"""Least tolerance of a probe where the engine computes with 16 bits, or caches with 8."""
 FIRST = {"priority": -1}
 """vLLM schedules this request before all others, whose priority is 0; they keep their order."""
 GREEDY = Sampling(temperature=0.0, max_tokens=1)
@@ -364,7 +364,8 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
             difference = _answers.probe_distance(scores, probe.logprobs)
         mean = fmean(abs(mine - theirs) for mine, theirs in zip(scores, probe.logprobs, strict=True))
         log.debug("compared %s: |difference| of the probe's log-probabilities %.3g, mean", version.name, mean)
-        tolerance = probe.tolerance if self.dtype == "float32" else max(probe.tolerance, ROUNDED)
+        is_exact = self.dtype == "float32" and self.kv_cache_dtype == "auto"
+        tolerance = probe.tolerance if is_exact else max(probe.tolerance, ROUNDED)
         if not difference <= tolerance:
             raise EngineError(
                 f"{version.name}: the probe's log-probabilities differ from the learner's by"

@@ -31,6 +31,8 @@ STAGES = ("queue", "sandbox", "engine_queue", "prefill", "decode", "tools", "gra
 """Parts of an episode, curves of seconds/."""
 ENGINE = ("prefill", "decode", "full", "paused", "idle")
 """Parts of an engine's time, curves of engines/."""
+TRAINED = "episodes/trained_tokens"
+"""Absent from a step that trained no episode."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ def figures(loop: Loop) -> dict[str, str]:
     ages = [step.values.get("staleness/mean", 0.0) for step in loop.steps]
     oldest = max(step.values.get("staleness/max", 0.0) for step in loop.steps)
     sampled = sum(step.weighted("episodes/tokens") for step in loop.steps)
+    training = [step for step in loop.steps if TRAINED in step.values]
     prompts, cached = (_mean(loop.steps, f"episodes/{kind}_tokens") for kind in ("prompt", "cached"))
     cells = {
         "steps": str(len(loop.steps)),
@@ -146,7 +149,7 @@ def figures(loop: Loop) -> dict[str, str]:
         **{f"engine {part} %": f"{100 * _mean(loop.steps, f'engines/{part}'):.1f}" for part in ENGINE},
         "prompts cached %": f"{100 * cached / max(prompts, 1.0):.1f}",
         "tokens an episode": f"{_mean(loop.steps, 'episodes/tokens'):,.0f}",
-        "tokens a trained one": f"{_mean(loop.steps, 'episodes/trained_tokens'):,.0f}",
+        "tokens a trained one": f"{_mean(training, TRAINED):,.0f}",
         "stale mean": f"{fmean(ages):.2f}",
         "stale max": f"{oldest:.0f}",
     }
@@ -199,8 +202,8 @@ def compare(loops: Mapping[str, Loop]) -> Table:
 
 @cli.command
 def main() -> None:
-    """Print the tables."""
-    example = "runs/demo-0/async runs/demo-0/sync"
+    """Print the table."""
+    example = "runs/demo-0/grpo runs/demo-0/shuffled"
     parser = cli.parser("hpc_swe.benchmarks.loop", "Compare runs over equally many samples.", example)
     parser.add_argument("runs", nargs="+", type=cli.folder, metavar="RUN", help="folder of a run")
     arguments = cli.parse(parser)

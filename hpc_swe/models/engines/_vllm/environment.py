@@ -16,9 +16,10 @@ NOT_INHERITED = ("VLLM_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
 
 def require_sound_graphs(arguments: Sequence[str]) -> None:
     """Raise ConfigError for CUDA graphs with which vLLM 0.26 sampled noise; docs/result.md has figures."""
-    if re.search(r"cudagraph_mode\W+FULL\b", " ".join(arguments)):
+    full = r"cudagraph_mode\W+(FULL|2)\b"  # vLLM takes the name in any case, or its number
+    if re.search(full, " ".join(arguments), re.IGNORECASE):
         raise ConfigError(
-            "[engine] extra has cudagraph_mode FULL: with graphs of steps that read prompts, engines sampled "
+            "[engine.extra] has cudagraph_mode FULL: with graphs of steps that read prompts, engines sampled "
             "noise at times; write FULL_DECODE_ONLY, or leave it to vLLM"
         )
 
