@@ -2,7 +2,7 @@
 
     python -m tests.gpu.engines [dense] [qwen2] [llama] [mistral] [experts] [lora]
                                 [granite] [granite4] [seed] [smollm3] [phi]
-                                [delta-net] [delta-moe]
+                                [delta-net] [delta-moe] [lora-moe]
                                 [qwen2-2] [experts-2] [lora-2]
 
 starts one engine for each case; a case that ends in -2 has an engine of two workers. The learner exports, the
@@ -56,13 +56,14 @@ GPU = Vllm(
     environ={"VLLM_USE_FLASHINFER_SAMPLER": "0"},
 )
 ALONE, PAIRS = ("dense", "qwen2", "llama", "mistral", "experts", "lora"), ("qwen2-2", "experts-2", "lora-2")
-ALONE += ("granite", "granite4", "seed", "smollm3", "phi", "delta-net", "delta-moe")
+ALONE += ("granite", "granite4", "seed", "smollm3", "phi", "delta-net", "delta-moe", "lora-moe")
 CASES = dict.fromkeys(ALONE, 1) | dict.fromkeys(PAIRS, 2)
 """Name of a case -> number of its engine's workers."""
 SMALL = TINY | {"hidden_size": 128, "tie_word_embeddings": False}
 WIDE = {"head_dim": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "initializer_range": 0.04}
 WIDE |= {"num_hidden_layers": 4}
 FEW = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
+HYBRID_MOE = ("Qwen3_5Moe", SMALL | tiny.HYBRID | WIDE | FEW | {"shared_expert_intermediate_size": 64})
 LARGE = {"initializer_range": 0.02, "max_position_embeddings": 4096, "tie_word_embeddings": True}
 # Qwen3-0.6B, Qwen2.5-0.5B, Llama-3.2-1B, and layers of Mistral-Nemo and of Qwen3-30B-A3B with fewer words and
 # experts. Llama and Mistral do not normalize queries and keys: at this width, random weights of 0.02 make
@@ -111,7 +112,8 @@ SHAPES = {
     "phi": ("Phi3", SMALL | tiny.NO_TOKENS),
     "lora": ("Qwen2", QWEN2 if CUDA else SMALL),
     "delta-net": ("Qwen3_5", HYBRID if CUDA else SMALL | tiny.HYBRID | WIDE),
-    "delta-moe": ("Qwen3_5Moe", SMALL | tiny.HYBRID | WIDE | FEW | {"shared_expert_intermediate_size": 64}),
+    "delta-moe": HYBRID_MOE,
+    "lora-moe": HYBRID_MOE,
     "experts": ("Qwen3Moe", MANY if CUDA else SMALL | FEW | {"head_dim": 32}),
 }
 COUNT, PROMPTS, ANSWER = (32, (16, 600), 128) if CUDA else (4, (4, 60), 40)
@@ -184,7 +186,8 @@ class Comparison:
     def __init__(self, case: str, folder: Path) -> None:
         self._case, self._folder = case, folder
         self._family = case.removesuffix("-2")
-        self._dtype = "bfloat16" if self._family.startswith("delta") else DTYPE  # of which a CPU has no other
+        is_hybrid = SHAPES[self._family][0].startswith("Qwen3_5")
+        self._dtype = "bfloat16" if is_hybrid else DTYPE  # of which a CPU has no other
         self._routes = CUDA and self._family == "experts"
         self._engine = msgspec.structs.replace(
             GPU if CUDA else CPU,
@@ -193,7 +196,7 @@ class Comparison:
             return_routing=self._routes,
             extra=[] if case == "dense" else ["--enforce-eager"],  # one case has CUDA graphs, as runs have
         )
-        if self._family.startswith("delta") and not find_spec("torchvision"):
+        if is_hybrid and not find_spec("torchvision"):
             path = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(STAND_INS)))}
             self._engine = msgspec.structs.replace(self._engine, environ=self._engine.environ | path)
         self._run = make_run(folder / "run")
@@ -203,7 +206,7 @@ class Comparison:
         """Start, then load a delta and a full snapshot; yield the comparisons of each."""
         model = self._make_model()
         policy, lr = Megatron(dtype=self._dtype, device="gpu" if CUDA else "cpu", recompute="none"), LR
-        if self._family == "lora":
+        if self._family.startswith("lora"):
             policy, lr = msgspec.structs.replace(policy, lora_rank=8), LR * OF_ADAPTERS
         learner = policy.build(model, OptimizerConfig(lr=lr, warmup_steps=0, weight_decay=0.0), None)
         publisher = Publisher(self._run, learner, 1, "test", Snapshots(every=2))
@@ -237,12 +240,12 @@ class Comparison:
                 parameter.normal_(0, 0.1)
             elif "linear_attn" in name:
                 tiny.move(name, parameter)
-            elif self._family == "delta-moe" and name.endswith("mlp.gate.weight"):
+            elif family == "Qwen3_5Moe" and name.endswith("mlp.gate.weight"):
                 parameter.mul_(30)  # or bfloat16 alone sends tokens to other experts
             elif self._family == "experts" and "experts" in name and not CUDA:
                 parameter.normal_(0, 0.3)
 
-        fused = self._family == "delta-moe"  # as it is published
+        fused = family == "Qwen3_5Moe"  # as it is published
         with torch.device(DEVICE):
             return save_random(
                 self._folder / "model", family, sizes, 0, change, dtype=self._dtype, fused=fused
