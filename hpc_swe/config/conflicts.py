@@ -40,6 +40,7 @@ def of_new_runs(config: RunConfig) -> Iterator[str]:
         if config.counts.get(role, 1) > 1:
             why = "; learner.data_parallel = 2 makes two copies of the model" if role == "learner" else ""
             yield f"counts.{role} = {config.counts[role]}: a run has one{why}; leave the key out"
+    yield from _foreign_grader(config)
     policy, snapshot_every = config.policy, config.learner.snapshot_every
     if snapshot_every > 1 and policy.why_no_deltas:
         yield f"learner.snapshot_every = {snapshot_every} and {policy.why_no_deltas}, or snapshot_every = 1"
@@ -87,6 +88,20 @@ def doubts(config: RunConfig) -> Iterator[str]:
             f"of what older weights sampled; set groups.max_staleness = 0, or sequence_clip_low and "
             f"sequence_clip_high to {NARROW:g} or more"
         )
+
+
+def _foreign_grader(config: RunConfig) -> Iterator[str]:
+    """Yield a message if only one of taskset and grader is Harbor's; one that does not ship may be."""
+    tables = [loader.dump(one) for one in (config.taskset, config.grader) if isinstance(one, loader.Plugin)]
+    if config.mode not in ("grpo", "eval") or len(tables) < 2:
+        return
+    taskset, grader = tables[0], tables[1]["type"]
+    for kind in {part["type"] for part in taskset.get("parts", {}).values()} or {taskset["type"]}:
+        if (kind == "harbor") != (grader == "reward_file") and ":" not in kind + grader:
+            yield (
+                f"taskset.type = {kind!r} does not go with grader.type = {grader!r}: harbor and reward_file "
+                "belong together"
+            )
 
 
 def _too_old(config: RunConfig) -> Iterator[str]:

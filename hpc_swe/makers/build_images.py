@@ -129,7 +129,7 @@ def main() -> int:
         dest="source",
         metavar="SOURCE",
         help="docker://HOST/NAME/{image}:TAG, docker-archive:FILE, oci-archive:FILE, oci:FOLDER or a .sif; "
-        "{image} is filled in",
+        "{image} is filled in; docker://{reference} for folders of Harbor",
     )
     parser.add_argument(
         "--repository", type=cli.path, help="git repository with the base commits, for a recipe"

@@ -36,7 +36,7 @@ TESTS = (
 """Patterns of the files that are tests; a star also matches slashes."""
 IMAGE_NAME = re.compile(r"\w[\w.+-]*")
 """Names of images, which are names of files: none is empty, a folder's, or leads to another folder."""
-_WORKDIR = re.compile(r"(/\w[\w.+-]*)+")
+WORKDIR = re.compile(r"(/\w[\w.+-]*)+")
 _HIDDEN = re.compile(r"/?\w[^/\0]*(/\w[^/\0]*)*")
 _HOST = re.compile(r"^(localhost|[^/]*[.:][^/]*)/")
 _FOREIGN = re.compile(r"`\$\.(recipe|workdir)\b")
@@ -91,7 +91,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         if not IMAGE_NAME.fullmatch(self.image_name):
             column = "image" if self.image else "instance_id"
             return f"column {column}: {self.image or self.instance_id!r} gives no name of an image"
-        if self.workdir and not _WORKDIR.fullmatch(self.workdir):
+        if self.workdir and not WORKDIR.fullmatch(self.workdir):
             return f"column workdir: {self.workdir!r} is no folder of an image, such as '/testbed'"
         if self.eval_script and not self.log_parser:
             return "eval_script without log_parser"

@@ -70,6 +70,7 @@ def read(model):
             ["policy.lora_rank=8", "learner.snapshot_every=4"],  # the demo's policy has float32 parameters
             'every = 4 and policy.lora_rank = 8 with policy.dtype = "float32": .* = "bfloat16", or snapshot_',
         ),
+        (["grader={type='reward_file', cheated_reward=0.0}"], "does not go with grader.type = 'reward_file'"),
         (["learner.loss={objective='cispo', sequence_clip_low=0.1}"], "0.0003, or use gspo"),
     ],
 )

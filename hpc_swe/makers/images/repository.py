@@ -35,8 +35,15 @@ def stage(repository: Path, commit: str, folder: Path) -> None:
 
 
 def begin(folder: Path) -> None:
-    """Make a repository of a folder that has none: all its files become the only commit."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Make a repository of a folder that has none: all its files become the only commit.
+
+    Raise HpcSweError if a folder in it has a repository: its files would be lost.
+    """
+    if inner := sorted(folder.rglob(".git")):
+        raise HpcSweError(
+            f"{inner[0].parent.relative_to(folder)} in the work directory is a repository of its own, whose "
+            "files would be in no patch: remove its .git in the Dockerfile"
+        )
     here = git(folder, "user.name=images", "user.email=images")
     run("git", "init", "--quiet", "--template=", str(folder))
     run(*here, "add", "--all", "--force")

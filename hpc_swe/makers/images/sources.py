@@ -155,8 +155,8 @@ class Pulled:
         reference = task.tests.extra.get("image", f"swebench/{task.image}")
         if "{image}" in self.template and "://" in self.template and "+" in task.image:
             raise ConfigError(
-                f"--from {self.template}: the image of {task.task_id} has a tag, {reference}: write "
-                "docker://HOST/{reference}"
+                f"--from {self.template}: the image of {task.task_id} has a tag, {reference}: write docker://"
+                + ("{reference}" if "steps" in task.tests.extra else "HOST/{reference}")
             )
         name = self.template.replace("{image}", task.image).replace("{reference}", reference)
         found = _FILE.match(name)
@@ -181,6 +181,9 @@ class Pulled:
             _run_steps(steps, Path(task.tests.extra["context"]), tree, work)
         repository = _repository(tree, task)
         if not (repository / ".git").exists() and "steps" in task.tests.extra:
+            if not repository.is_dir():
+                where = f"{self.origin(task)} has no work directory {task.workdir}"
+                raise HpcSweError(f"{where}: set taskset.default_workdir, or WORKDIR in the Dockerfile")
             begin(repository)
         if not (repository / ".git").exists():
             raise HpcSweError(f"{self.origin(task)} has no git repository in {task.workdir}")

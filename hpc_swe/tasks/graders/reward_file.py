@@ -1,7 +1,8 @@
 """Grade a patch with the script of the task's tests, which writes a number from 0 to 1 into a file.
 
 The script comes into a fresh sandbox after the patch, and no agent has seen it. Files that set up tests are
-left out of the patch. Nothing proves the result: code of the patch that the tests run can write that file.
+left out of the patch, and a link out of the work directory is a cheat, since it may lead to the tests.
+Nothing proves the result: code of the patch that the tests run can write that file.
 """
 
 import time
@@ -21,14 +22,29 @@ from hpc_swe.tasks.swebench_rows import SET_UP
 
 _STEP_S = 120.0
 _REWARD = "/logs/verifier/reward.txt"
+_LEFT_OUT = [*SET_UP, "pytest.py", "pytest/*", "_pytest/*", "pluggy/*"]
+_PATCH, _TOUCHED = ".git/agent.patch", ".git/touched"
+# A link is judged by its text as well: /proc/self leads each process elsewhere.
+_FIND_LINKS = f"""
+import os
+here = os.path.realpath(".")
+with open({_TOUCHED!r}, "rb") as file:
+    touched = [os.fsdecode(line.split(b"\\t", 2)[2]) for line in file.read().split(b"\\0")[:-1]]
+for path in filter(os.path.islink, touched):
+    named = os.path.normpath(os.path.join(here, os.path.dirname(path), os.readlink(path)))
+    first = [os.path.relpath(to, here).split("/")[0] for to in (named, os.path.realpath(path))]
+    if not {{"..", ".git"}}.isdisjoint(first):
+        print(path, "leads out of the work directory")
+"""
 
 
 @dataclass(frozen=True)
 class _Ran:
-    """A script has ended, and has written something into its file."""
+    """A script has ended, and has written something into its file; or the patch was refused before."""
 
     result: CommandResult
     written: str = ""
+    is_cheat: bool = False
 
 
 class RewardFile(HiddenTestGrader, frozen=True, kw_only=True):
@@ -49,6 +65,8 @@ class RewardFile(HiddenTestGrader, frozen=True, kw_only=True):
         """Grade a patch, and run the tests even when it is empty."""
         started, limit_s = time.monotonic(), task.tests.timeout_s
         ran = run_reliably(partial(_run, task, patch, sandboxes), lambda ran: ran.result.timed_out, limit_s)
+        if ran.is_cheat:
+            return self.score(task, "cheated", (), ran.result.output, time.monotonic() - started)
         share = _share(ran.written)
         outcome: Outcome = "resolved" if share == 1 else "unresolved"
         passed = task.tests.fail_to_pass if share == 1 else []
@@ -71,14 +89,32 @@ class RewardFile(HiddenTestGrader, frozen=True, kw_only=True):
 def _run(task: Task, patch: str, sandboxes: Sandboxes) -> _Ran:
     with sandboxes.open(task) as sandbox:
         if patch.strip():
-            add_files(sandbox, {".git/agent.patch": patch}, "write the patch")
-            options = _swebench.apply_options(task, SET_UP)
-            applied = sandbox.run(f"git apply --whitespace=nowarn {options} .git/agent.patch", _STEP_S)
+            applied = _apply(task, patch, sandbox)
             if applied.exit_code:
                 return _Ran(applied)
+            links = _by_host(sandbox.python(_FIND_LINKS, _STEP_S), "the search for links")
+            if links.exit_code or links.output:
+                return _Ran(links, is_cheat=not links.exit_code)
         result = _bash(sandbox, task.tests.command, task.tests.timeout_s)
+        if result.timed_out or result.broke_sandbox:
+            return _Ran(result)
         found = sandbox.run(f"head -c 100 {_REWARD}", _STEP_S)
         return _Ran(result, "" if found.exit_code else found.output.strip())
+
+
+def _apply(task: Task, patch: str, sandbox: Sandbox) -> CommandResult:
+    """Apply a patch but for what sets up tests, and list the files that it touches in `_TOUCHED`."""
+    add_files(sandbox, {_PATCH: patch}, "write the patch")
+    apply = f"git apply --whitespace=nowarn {_swebench.apply_options(task, _LEFT_OUT)} {_PATCH}"
+    command = f"{apply} --numstat -z > {_TOUCHED} && {apply}"
+    return _by_host(sandbox.run(command, _STEP_S), "git apply")
+
+
+def _by_host(result: CommandResult, what: str) -> CommandResult:
+    """Return how a command ended; raise SandboxError if it did not, since no code of the patch has run."""
+    if result.timed_out or result.broke_sandbox:
+        raise SandboxError(f"{what}: {ending(result)}")
+    return result
 
 
 def _bash(sandbox: Sandbox, script: str, timeout_s: float) -> CommandResult:

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-_FROM = re.compile(r"([\w.:/@-]+)(\s+AS\s+\w+)?", re.IGNORECASE)
+_FROM = re.compile(r"([\w.:/@-]+)(\s+AS\s+[\w.-]+)?", re.IGNORECASE)
 _PAIR = re.compile(r"([A-Za-z_]\w*)=.*", re.DOTALL)
+_CONTINUED = re.compile(r"(?<!\\)\\[ \t]*$")
 _CHANGES_NOTHING = {"CMD", "EXPOSE", "LABEL"}
 
 
@@ -52,18 +53,24 @@ class Build:
         self.lines.append(f"/bin/sh -c {shlex.quote(words)}")
 
     def _enter(self, words: str) -> None:
-        self.workdir = str(PurePosixPath(self.workdir or "/", *_plain(words)))
+        self.workdir = str(PurePosixPath(self.workdir, *_plain(words)))
+        self._require_absolute(self.workdir)
         self.lines.append(f"mkdir -p {shlex.quote(self.workdir)} && cd {shlex.quote(self.workdir)}")
 
     def _set(self, words: str) -> None:
-        pairs = [_PAIR.fullmatch(pair) for pair in shlex.split(words)]
+        parts = shlex.shlex(words, posix=True, punctuation_chars=";&|<>()")  # they end words of a shell alone
+        parts.whitespace_split, parts.commenters = True, ""
+        pairs = [_PAIR.fullmatch(pair) for pair in parts]
         if not all(pairs) or "`" in words or "$(" in words:
-            raise ValueError("it must be NAME=VALUE")
+            raise ValueError("it must be NAME=VALUE, with quotes around ; & | < > ( )")
         self.variables += [pair[1] for pair in pairs if pair]
         self.lines.append(f"export {words}")
 
     def _copy(self, words: str) -> None:
         *patterns, to = _plain(words)
+        if not patterns:
+            raise ValueError("it must be a file and its destination")
+        self._require_absolute(self.workdir or to)
         sources = [path for pattern in patterns for path in self._found(pattern)]
         is_folder = to.endswith("/") or to == "." or len(sources) > 1
         for path in sources:
@@ -74,6 +81,10 @@ class Build:
             )
             self.lines.append(f"mkdir -p {shlex.quote(folder)} && {copy}")
 
+    def _require_absolute(self, path: str) -> None:
+        if not path.startswith("/"):
+            raise ValueError(f"{path} depends on the image's own directory: write an absolute WORKDIR before")
+
     def _found(self, pattern: str) -> list[Path]:
         name = str(PurePosixPath(pattern.lstrip("/")))
         found = [self.context] if name == "." else sorted(self.context.glob(name))
@@ -82,11 +93,18 @@ class Build:
         return found
 
 
-def read(dockerfile: Path) -> Build:
-    """Read a Dockerfile; raise ValueError, which names line and step, if a step is not read."""
-    build = Build(dockerfile.parent)
+def read(dockerfile: Path, image: str = "") -> Build:
+    """Read a Dockerfile; raise ValueError, which names line and step, if a step is not read.
+
+    If an `image` was made of it already, only its WORKDIR is read.
+    """
+    build = Build(dockerfile.parent, base=image)
+    if not image and dockerfile.with_name(".dockerignore").exists():
+        raise ValueError(".dockerignore is not read: remove it, and the files that it names")
     for number, text in _steps(dockerfile.read_text(encoding="utf-8")):
-        name, _, words = text.partition(" ")
+        name, words = [*text.split(None, 1), ""][:2]
+        if image and name.upper() != "WORKDIR":
+            continue
         try:
             build.add(name.upper(), words.strip())
         except ValueError as error:
@@ -100,15 +118,14 @@ def _steps(text: str) -> Iterator[tuple[int, str]]:
     """Yield the line at which each step begins, and the step on one line."""
     first, parts = 0, list[str]()
     for number, line in enumerate(text.splitlines(), start=1):
-        part = line.strip()
-        if part and not part.startswith("#"):  # such lines may also stand within a step
+        if line.strip() and not line.lstrip().startswith("#"):  # such lines may also stand within a step
             first = first if parts else number
-            parts.append(part.removesuffix("\\").strip())
-            if not part.endswith("\\"):
-                yield first, " ".join(parts)
+            parts.append(_CONTINUED.sub("", line))
+            if not _CONTINUED.search(line):
+                yield first, "".join(parts)
                 parts = []
     if parts:
-        yield first, " ".join(parts)
+        yield first, "".join(parts)
 
 
 def _plain(words: str) -> list[str]:

@@ -20,6 +20,7 @@ from hpc_swe.tasks.image_rows import HEAD
 from hpc_swe.tasks.patch import difference
 from hpc_swe.tasks.sets import _dockerfile
 from hpc_swe.tasks.sets.base import Taskset
+from hpc_swe.tasks.swebench_rows import IMAGE_NAME, WORKDIR
 
 _PROMPT = "{}\n\nThe work directory is {}. Only what you change there counts.\n"
 _MOST_BYTES = 4_000_000
@@ -84,25 +85,35 @@ class Harbor(Plugin, Taskset, frozen=True, kw_only=True):
         return found
 
     def _task(self, folder: Path) -> Task:
+        if not IMAGE_NAME.fullmatch(folder.name):
+            raise ValueError("an image cannot have the folder's name: rename the folder")
         about = msgspec.toml.decode((folder / "task.toml").read_bytes(), type=_About)
         if wrong := [name for name in _NOT_READ if (folder / name).exists()]:
             raise ValueError(f"{wrong[0]} is not read: a task has one image, in which its tests run")
         if about.verifier.env:
             raise ValueError(f"task.toml: verifier.env is not read: {', '.join(about.verifier.env)}")
         context = (folder / "environment").resolve()
-        build = _dockerfile.Build(context, base=about.environment.docker_image)
-        is_built = not build.base
-        if is_built:
-            build = _dockerfile.read(context / "Dockerfile")
-        made_of = repr((build.base, build.script, *(_files(context).items() if is_built else ())))
-        workdir, tests = build.workdir or self.default_workdir, _files(folder / "tests")
+        dockerfile, published = context / "Dockerfile", about.environment.docker_image
+        build = _dockerfile.Build(context, base=published)
+        if not published or dockerfile.exists():
+            build = _dockerfile.read(dockerfile, published)
+        tests, copied = _files(folder / "tests"), {} if published else _files(context)
+        made_of = [build.base, "" if published else build.script]
+        for path, data in copied.items():
+            if data.strip() and data in tests.values():
+                raise ValueError(f"environment/{path} is one of the tests: an agent may see it")
+            is_program = (context / path).stat().st_mode & 0o111
+            made_of.append(f"{path} {is_program} {hashlib.sha256(data).hexdigest()}")
+        workdir = build.workdir or self.default_workdir
+        if not WORKDIR.fullmatch(workdir):
+            raise ValueError(f"the work directory {workdir!r} is no folder of an image, such as '/app'")
         instruction = (folder / "instruction.md").read_text(encoding="utf-8")
         solution = _files(folder / "solution")
         return Task(
             task_id=folder.name,
             taskset="harbor",
             prompt=_PROMPT.format(instruction.strip(), workdir),
-            image=f"{folder.name}+{hashlib.sha256(made_of.encode()).hexdigest()[:12]}",
+            image=f"{folder.name}+{hashlib.sha256(repr(made_of).encode()).hexdigest()[:12]}",
             workdir=workdir,
             base_commit=HEAD,
             tests=TestPlan(
@@ -112,7 +123,7 @@ class Harbor(Plugin, Taskset, frozen=True, kw_only=True):
                 extra={
                     "image": build.base,
                     "context": str(context),
-                    "steps": build.script if is_built else "",
+                    "steps": "" if published else build.script,
                     "solution": _script("solution/solve.sh", solution) if solution else "",
                     "test_patch": _as_patch(tests),  # what no image may show
                     "test_files": "[]",
