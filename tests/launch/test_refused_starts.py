@@ -91,6 +91,13 @@ def test_a_learner_may_not_fill_memory_that_an_engine_takes_later(read):
     assert not [*conflicts.of_new_runs(read(*words, "policy.recompute=products"))]
 
 
+@pytest.mark.parametrize("taskset", ["type='harbor'", "type='mixture', parts={a={type='harbor'}}"])
+def test_folders_of_harbor_are_judged_by_their_own_grader_alone(read, taskset):
+    (found,) = conflicts.of_new_runs(read(f"taskset={{{taskset}}}"))
+    assert "taskset.type = 'harbor' does not go with grader.type = 'pytest'" in found
+    assert not [*conflicts.of_new_runs(read(f"taskset={{{taskset}}}", "grader.type='reward_file'"))]
+
+
 TESTS = "from m import f\n" + "".join(
     f"\ndef test_{n}():\n    assert f() + {n} == {n + 1}\n" for n in range(8)
 )
