@@ -70,6 +70,7 @@ class Runs:
                 self._resumed("tp2-of-tp1", "tp1", TENSOR, ONE),
                 self._resumed("dp2-of-tp1", "tp1", LORA, HALVES),
                 self._resumed("moe-ep2-of-tp1", "moe-tp1", LORA | {"expert_parallel": 2}, HALVES),
+                self._resumed("moe-tp2-of-ep2", "moe-tp2-ep2", TENSOR, ONE),
                 self._resumed("tp2-again", "tp2", CASES["tp2"][2], ONE),
                 self._bfloat16("bfloat16", "dense", TENSOR, ONE),
                 self._bfloat16("bfloat16-fused", "hybrid-fused", EIGHT, HALVES),
@@ -271,7 +272,9 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes_at_any_layout(runs):
 
     assert curve("tp2-again") == curve("tp2")
     assert apart(runs.factors("tp2-again", "after"), runs.factors("tp2", "after")) == 0
-    for name, first in {"tp2-of-tp1": "tp1", "dp2-of-tp1": "tp1", "moe-ep2-of-tp1": "moe-tp1"}.items():
+    others = {"tp2-of-tp1": "tp1", "dp2-of-tp1": "tp1"}
+    others |= {"moe-ep2-of-tp1": "moe-tp1", "moe-tp2-of-ep2": "moe-tp2-ep2"}
+    for name, first in others.items():
         assert curve(name) == pytest.approx(curve(first), rel=1e-5)
         assert apart(runs.factors(name, "after"), runs.factors(first, "after")) < 2e-4
     size = sum(path.stat().st_size for path in (runs.folder / "tp1.saved").glob("*.distcp"))

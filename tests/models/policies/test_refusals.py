@@ -98,6 +98,11 @@ def test_published_and_newly_written_configs_mean_the_same(models, tmp_path):
         ("moe", {"expert_parallel": 3}, "expert_parallel = 3 does not divide the model's experts, 8"),
         ("moe", {"lora_rank": 4}, "lora_rank = 4: products of experts need a multiple of 8"),
         (
+            "moe",
+            {"lora_rank": 8, "lora_layers": "mlp", "expert_parallel": 2},
+            "expert_parallel = 2 divides all that lora_layers = 'mlp' trains",
+        ),
+        (
             "granite4",
             {"lora_rank": 8},
             'lora_rank = 8 needs lora_layers = "attention" for a model whose gate',

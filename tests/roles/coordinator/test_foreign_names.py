@@ -163,6 +163,8 @@ def test_what_can_be_read_for_ever_holds_nobody_up(run, make):
         mode.iterate(maintenance.snapshot())
         maintenance.clean_up(maintenance.snapshot())
     assert atomic.names(run.scored / "dead") == [f"{first}~0"]
+    mode.iterate(maintenance.snapshot())
+    assert mode._ledger.groups["train", 0].members[0].state == "failed"
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,7 @@ def test_streams_carry_the_same(on, address):
     assert delta["tool_calls"][0]["function"]["name"] == "view"
     assert delta["tool_calls"][0]["index"] == 0
     assert [c["choices"][0]["finish_reason"] for c in chunks[:-1]] == [None, "tool_calls"]
+    assert chunks[-1]["usage"]["prompt_tokens"] == len(on.engine.calls[0].prompt)
     assert chunks[-1]["usage"]["completion_tokens"] == len(on.recorder.close("")[0].completion)
     assert "usage" not in post(address, messages=START, stream=True).text
 

@@ -249,7 +249,8 @@ def _factors(folder: Path, stored: Mapping[str, Tensor], wanted: Wanted) -> dict
             raise ValueError(f"{folder.name}: the adapters of {name} do not fit the model")
         found[name][place] = Factors(a, b, config["lora_alpha"] / config["r"])
     for name, placed in found.items():
-        if sum(len(each.b) for each in placed.values()) != math.prod(wanted.shapes[name][:-1]):
+        count = sum(len(factors.b) for factors in placed.values())
+        if count != math.prod(wanted.shapes[name][:-1]) or max(placed) >= len(placed):
             raise ValueError(f"{folder.name}: {name} has adapters of some experts only")
     return {name: [placed[place] for place in sorted(placed)] for name, placed in found.items()}
 

@@ -117,7 +117,7 @@ def _on_host(
         Part("optimizer", f"{share:.4g} x {optimizer}", share * states * stepped),
         Part(
             "weights below adapters",
-            f"{size} P / tp, adapted layers",
+            f"{size} P / tp, experts / ep, adapted layers",
             size * counts.adapted_parameters(shape, policy),
         ),
         Part(

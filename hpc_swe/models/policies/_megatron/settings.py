@@ -55,7 +55,7 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
     """With `lora_rank`: the product of the adapters counts lora_alpha / lora_rank times."""
     lora_layers: Literal["all", "attention", "mlp"] = "all"
     """With `lora_rank`: which linear layers have adapters. all: those of attention, or delta nets in its
-    place, and of the MLPs."""
+    place, and of the MLPs or of each expert."""
     delta_base: Literal["host", "gpu"] = "host"
     """Where the values of the last published version are kept when `learner.snapshot_every` > 1: in pinned
     memory of the host, or on the GPU, which is faster. They take two bytes for each bfloat16 parameter of a
@@ -139,6 +139,12 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
         if rank % step and shape.experts and self.lora_layers != "attention":
             raise ConfigError(
                 f"[policy] lora_rank = {rank}: products of experts need a multiple of {step}; set one"
+            )
+        experts_alone = self.expert_parallel > 1 and not shape.shared_ffn and self.lora_layers == "mlp"
+        if rank and experts_alone:
+            raise ConfigError(
+                f"[policy] expert_parallel = {self.expert_parallel} divides all that lora_layers = 'mlp' "
+                "trains, and the optimizer needs weights that are not divided; set lora_layers = 'all'"
             )
         if rank and shape.fused_mlp and self.lora_layers != "attention":
             raise ConfigError(

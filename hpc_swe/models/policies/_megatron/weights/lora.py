@@ -234,13 +234,13 @@ class Adapters:
         group = self._ranks.tensor_group
         if group.size() == 1 or not self:
             return
-        found = [(each.b if each.split else each.a).main_grad for each in self._adapters()]
-        experts = [each for each in self._of_experts() if not each.is_divided]
-        found += [(each.b if each.split else each.a).main_grad for each in experts]
-        joined = torch.cat([each.flatten() for each in found])
+        whole = [(adapter.b if adapter.split else adapter.a).main_grad for adapter in self._adapters()]
+        experts = [adapter for adapter in self._of_experts() if not adapter.is_divided]
+        whole += [(adapter.b if adapter.split else adapter.a).main_grad for adapter in experts]
+        joined = torch.cat([gradient.flatten() for gradient in whole])
         dist.all_reduce(joined, group=group)
-        for each, part in zip(found, joined.split([each.numel() for each in found]), strict=True):
-            each.copy_(part.view(each.shape))
+        for gradient, part in zip(whole, joined.split([one.numel() for one in whole]), strict=True):
+            gradient.copy_(part.view(gradient.shape))
 
     def sharded_state(self) -> dict[str, ShardedTensor]:
         """Describe the factors to a distributed checkpoint, under names that no layout changes."""
