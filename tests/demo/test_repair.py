@@ -129,7 +129,8 @@ def test_the_command_goes_on_after_a_kill_in_training(tmp_path):
 
 
 def test_the_shuffled_control_has_the_advantages_of_the_configuration(repair, tmp_path):
-    files = {kind: repair.config_of(kind, tmp_path / "rows.parquet") for kind in ("grpo", "shuffled")}
+    scaled = dataclasses.replace(repair, words=[*repair.words, "advantage.scale_by_std=true"])
+    files = {kind: scaled.config_of(kind, tmp_path / "rows.parquet") for kind in ("grpo", "shuffled")}
     assert files["shuffled"].advantage.of["scale_by_std"] == files["grpo"].advantage.scale_by_std is True
     assert files["shuffled"].groups == files["grpo"].groups
 

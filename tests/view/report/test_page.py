@@ -103,7 +103,7 @@ def test_an_episode_is_opened_and_read_turn_by_turn(page, report):
     shows(page, "episode")
     heading = page.ask("document.querySelector('h2').textContent")
     assert "train-000004-01" in heading
-    assert "advantage +1.73" in heading
+    assert "advantage +0.75" in heading
     assert page.ask("document.querySelectorAll('.turn').length") == 3
     assert page.ask("document.querySelectorAll('.turn .token.trained.up').length") > 30
     assert page.ask("[...document.querySelectorAll('.version')].map(e => e.textContent)") == [
@@ -119,7 +119,7 @@ def test_an_episode_is_opened_and_read_turn_by_turn(page, report):
     tip = page.ask("document.getElementById('tip').textContent")
     assert "id " in tip
     assert "log-probability -" in tip
-    assert "trained, advantage +1.73" in tip
+    assert "trained, advantage +0.75" in tip
     page.click(".turn summary", 0)
     page.wait("document.querySelector('.turn details[open] pre')?.textContent.includes('<|im_start|>system')")
     page.press("j")
