@@ -131,7 +131,7 @@ def test_nothing_is_deleted_under_a_process_that_was_started_by_hand(run):
 def test_a_run_without_its_state_is_exported_but_not_continued(run, tmp_path):
     assert command("clean", run.root, "state").returncode == 0
     assert command("export", run.root, "--out", tmp_path / "out").returncode == 0
-    refused = command("start", "--run", run.root, "steps=24")
+    refused = command("start", "--run", run.root)
     assert refused.returncode == 3, refused.stderr
     assert "no batch is intact" in refused.stderr
 
