@@ -21,7 +21,7 @@ demo-gpu: gpu  ## the same on one GPU of this machine
 	containers/build_image.sh
 	.venv-gpu/bin/python -m hpc_swe.demo configs/demo_gpu.toml --out runs/demo-gpu
 
-test: image  ## every test that this machine can run
+test: image  ## every test that needs no GPU
 	containers/build_agents.sh || true
 	tests/kit/cluster/install.sh
 	tests/kit/install_browser.sh

@@ -91,7 +91,7 @@ def doubts(config: RunConfig) -> Iterator[str]:
 
 
 def _foreign_grader(config: RunConfig) -> Iterator[str]:
-    """Yield a message if only one of taskset and grader is Harbor's; one that does not ship may be."""
+    """Yield a message if only one of taskset and grader is Harbor's; types of your own go with either."""
     tables = [loader.dump(one) for one in (config.taskset, config.grader) if isinstance(one, loader.Plugin)]
     if config.mode not in ("grpo", "eval") or len(tables) < 2:
         return
