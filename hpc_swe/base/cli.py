@@ -171,7 +171,12 @@ def number(kind: type[float], least: float, most: float = math.inf) -> Callable[
     return read
 
 
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return the closest known word; empty when none is close."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.65)), "")
+
+
 def suggestion(word: str, known: Iterable[str]) -> str:
     """Return the end of an error message that suggests the closest known word; empty when none is close."""
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.65)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    found = nearest(word, known)
+    return f"; did you mean {found!r}?" if found else ""

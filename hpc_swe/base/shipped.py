@@ -1,6 +1,5 @@
 """Find what a checkout has beside the package, and a wheel inside it: configs, containers and jobs."""
 
-import difflib
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parents[1]
@@ -12,12 +11,10 @@ def folder(name: str) -> Path:
     return inside if inside.is_dir() else _PACKAGE.parent / name
 
 
-def similar(path: Path) -> str:
-    """Return the file of configs/ whose name is nearest to that of a path; "" where none is near."""
+def configs() -> dict[str, str]:
+    """Return each file of configs/ by its name without the suffix."""
     top = folder("configs")
-    known = {each.stem: each for each in top.rglob("*.toml")}
-    near = difflib.get_close_matches(path.stem.lower(), known, 1, 0.8)
-    return f"configs/{known[near[0]].relative_to(top)}" if near else ""
+    return {each.stem: f"configs/{each.relative_to(top)}" for each in top.rglob("*.toml")}
 
 
 def config(path: Path) -> Path:

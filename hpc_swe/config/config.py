@@ -17,7 +17,7 @@ import msgspec
 from msgspec import ValidationError
 
 from hpc_swe.base import loader, shipped
-from hpc_swe.base.cli import suggestion
+from hpc_swe.base.cli import nearest, suggestion
 from hpc_swe.base.errors import ConfigError, remedy
 from hpc_swe.config import conflicts
 from hpc_swe.config.removed import REMOVED
@@ -213,10 +213,10 @@ def _parse(path: Path) -> dict[str, Any]:
         )  # editors may write a byte order mark
     except FileNotFoundError:
         where = "" if path.is_absolute() else f" in {Path.cwd()}; call the command in the folder that has it"
-        meant = shipped.similar(path)
-        raise ConfigError(
-            f"{path}: there is no such file{f'; did you mean {meant}?' if meant else where}"
-        ) from None
+        known = shipped.configs()
+        near = nearest(path.stem.lower(), known)
+        hint = f"; did you mean {known[near]}?" if near else where
+        raise ConfigError(f"{path}: there is no such file{hint}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path} is a folder, not a TOML file; name a run's folder by --run") from None
     except UnicodeDecodeError as error:

@@ -6,9 +6,11 @@ tokens; the weights are random. The result is an ordinary Hugging Face model fol
 
 import itertools
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +57,26 @@ def make(
     made.mkdir(parents=True)
     (made / "chat_template.jinja").write_text(TEMPLATE)
     tokenizer = make_tokenizer(texts(made, conversations), words=words)
-    save_tokenizer(tokenizer, made)
-    parameters = save_model(tokenizer, made, seed, **sizes)
+    with _errors_of_the_file_system(made):
+        save_tokenizer(tokenizer, made)
+        parameters = save_model(tokenizer, made, seed, **sizes)
     for path in made.iterdir():
         path.chmod(0o644)  # save_pretrained lets only their owner read the weights
     made.rename(folder)
     return f"{parameters:,} parameters, {tokenizer.get_vocab_size()} tokens"
+
+
+@contextmanager
+def _errors_of_the_file_system(folder: Path) -> Iterator[None]:
+    """Raise OSError where tokenizers or safetensors name its number at the end of a text only."""
+    try:
+        yield
+    except Exception as error:  # tokenizers has no class of its own
+        found = re.search(r"\(os error (\d+)\)$", str(error))
+        if not found:
+            raise
+        number = int(found[1])
+        raise OSError(number, os.strerror(number), str(folder)) from None
 
 
 def texts(folder: Path, conversations: Iterable[Sequence[Message]]) -> Iterator[str]:

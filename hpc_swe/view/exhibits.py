@@ -146,7 +146,8 @@ def _folder(path: Path) -> str:
     states = [path / state for state in ("ready", "claimed", "dead")]
     if path.name in SPOOLS and all(state.is_dir() for state in states):
         return "\n\n".join(f"{path.name}/{state.name}: {_entries(state)}" for state in states)
-    return _entries(path)
+    lacks = ": neither run.json, as in a run, nor MANIFEST.json, as in a folder of one"
+    return _entries(path) + ("" if atomic.names(path) else lacks)
 
 
 def _run(run: RunDir) -> str:

@@ -68,11 +68,12 @@ def test_a_metrics_log_is_its_curves_with_their_meanings(run):
     assert "1 lines cannot be read" in told
 
 
-def test_folders_tell_what_they_hold(run):
+def test_folders_tell_what_they_hold_or_lack(run, tmp_path):
     assert ": 3 files" in show(run.batch(0)), "of two ranks, and the history"
     assert '"groups"' in show(run.batch(0))
     assert f"archived steps   {STEPS}" in show(run.root)
-    assert "0 entries" in show(run.requests)
+    assert "0 entries\n" in show(run.requests)
+    assert "0 entries: neither run.json, as in a run, nor" in show(tmp_path)
 
 
 def test_episodes_are_read_as_conversations(run):
