@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
+from functools import cache
 from itertools import chain
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from hpc_swe.models.engines.base import FALLBACK
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGES = ("hpc_swe", "jobs")
+TESTS = ("tests",)
 FILE_LINES = 400
 LONGER: dict[str, int] = {}
 FUNCTION_LINES, USUAL_FUNCTION_LINES = 60, 28
@@ -116,18 +118,29 @@ def name(path: Path) -> str:
     return str(path.relative_to(REPOSITORY))
 
 
-def modules() -> dict[str, str]:
-    return {
-        name(path): path.read_text(encoding="utf-8")
-        for path in tracked(*(f"{p}/{each}" for p in PACKAGES for each in ("*.py", "**/*.py")))
-    }
+@cache
+def modules(folders: tuple[str, ...] = PACKAGES) -> dict[str, str]:
+    paths = tracked(*(f"{folder}/{each}" for folder in folders for each in ("*.py", "**/*.py")))
+    return {name(path): path.read_text(encoding="utf-8") for path in dict.fromkeys(paths)}
+
+
+@cache
+def nodes(folders: tuple[str, ...] = PACKAGES) -> dict[str, list[ast.AST]]:
+    return {path: list(ast.walk(ast.parse(text))) for path, text in modules(folders).items()}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _free_the_nodes():
+    """They take 200 MB."""
+    yield
+    nodes.cache_clear()
 
 
 def function_lengths() -> dict[str, int]:
     return {
         f"{path}:{node.lineno} {node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
-        for path, text in modules().items()
-        for node in ast.walk(ast.parse(text))
+        for path, found in nodes().items()
+        for node in found
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
 
@@ -158,18 +171,14 @@ def test_nobody_has_to_read_more_than_a_screen_of_names():
 
 def imports() -> dict[str, set[str]]:
     """Module -> what it imports of ours, functions' own imports too, as module or as module.name."""
-    trees = {
-        path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): ast.parse(text)
-        for path, text in modules().items()
-    }
     return {
-        module: {
+        path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): {
             f"{node.module}.{alias.name}"
-            for node in ast.walk(tree)
+            for node in found
             if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] in PACKAGES
             for alias in node.names
         }
-        for module, tree in trees.items()
+        for path, found in nodes().items()
     }
 
 
@@ -233,8 +242,8 @@ def test_no_plugin_is_named_outside_its_family():
 def test_one_name_is_one_class():
     names = [
         node.name
-        for text in modules().values()
-        for node in ast.parse(text).body
+        for found in nodes().values()
+        for node in found[0].body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     ]
     assert {name for name in names if names.count(name) > 1} == DOUBLED
@@ -274,10 +283,7 @@ def test_no_room_outgrows_its_budget():
 
 def test_no_test_is_added_without_another_one_that_goes():
     """A new test replaces those that it makes superfluous, or their lines are saved elsewhere."""
-    texts = [
-        path.read_text(encoding="utf-8") for path in dict.fromkeys(tracked("tests/**/*.py", "tests/*.py"))
-    ]
-    assert sum(len(text.splitlines()) for text in texts) <= TEST_LINES
+    assert sum(len(text.splitlines()) for text in modules(TESTS).values()) <= TEST_LINES
 
 
 def test_attributes_are_seldom_asked_for_by_name():
@@ -299,8 +305,8 @@ def test_a_login_node_starts_a_run_without_anything_heavy():
 
 def test_tests_use_no_mocks():
     pattern = re.compile(r"unittest\.mock|MagicMock|\bmocker\b|monkeypatch\.(setattr|setitem)|@patch")
-    tests = [path for path in tracked("tests/**/*.py", "tests/*.py") if path != Path(__file__)]
-    found = {name(path): pattern.findall(path.read_text(encoding="utf-8")) for path in tests}
+    tests = {path: text for path, text in modules(TESTS).items() if path != name(Path(__file__))}
+    found = {path: pattern.findall(text) for path, text in tests.items()}
     assert {path: hits for path, hits in found.items() if hits} == {}
 
 
@@ -310,22 +316,16 @@ def test_no_signal_handler_sets_an_event_whose_lock_its_thread_may_hold():
     assert [path for path in sorted(handled) if "threading.Event" in modules()[path]] == []
 
 
-def trees_of_tests() -> dict[str, ast.Module]:
-    paths = tracked("tests/**/*.py", "tests/*.py")
-    return {name(path): ast.parse(path.read_text(encoding="utf-8")) for path in dict.fromkeys(paths)}
-
-
-def imported(tree: ast.AST) -> set[str]:
+def imported(found: list[ast.AST]) -> set[str]:
     """Modules that a file imports by name."""
-    found = {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    return found | {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    names = {n.module or "" for n in found if isinstance(n, ast.ImportFrom)}
+    return names | {a.name for n in found if isinstance(n, ast.Import) for a in n.names}
 
 
-def named(tree: ast.AST) -> set[str]:
+def named(found: list[ast.AST]) -> set[str]:
     """What a file takes of modules, as module.name, whether it imports the name or the module."""
-    nodes = list(ast.walk(tree))
-    taken = {f"{n.module}.{a.name}" for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names}
-    return taken | {ast.unparse(n) for n in nodes if isinstance(n, ast.Attribute)}
+    taken = {f"{n.module}.{a.name}" for n in found if isinstance(n, ast.ImportFrom) for a in n.names}
+    return taken | {ast.unparse(n) for n in found if isinstance(n, ast.Attribute)}
 
 
 def test_nothing_calls_run_and_its_like_of_subprocess():
@@ -334,7 +334,7 @@ def test_nothing_calls_run_and_its_like_of_subprocess():
         f"subprocess.{each}"
         for each in ("run", "call", "check_call", "check_output", "getoutput", "getstatusoutput")
     }
-    found = {path: sorted(named(ast.parse(text)) & endless) for path, text in modules().items()}
+    found = {path: sorted(named(of_file) & endless) for path, of_file in nodes().items()}
     assert {path: names for path, names in found.items() if names} == {}, "use processes.completed"
 
 
@@ -345,13 +345,12 @@ def test_the_words_of_a_slow_load_stand_in_one_room_and_in_messages():
     assert f"`{FALLBACK}` in an engine's log" in (REPOSITORY / "docs/messages.md").read_text("utf-8")
 
 
-def endless_waits(tree: ast.AST) -> list[str]:
+def endless_waits(found: list[ast.AST]) -> list[str]:
     """Popen as a context, which waits for the end of its command, and reads of a command's pipe."""
-    nodes = list(ast.walk(tree))
-    contexts = [ast.unparse(n.context_expr) for n in nodes if isinstance(n, ast.withitem)]
-    attributes = [ast.unparse(n) for n in nodes if isinstance(n, ast.Attribute)]
-    found = [text for text in contexts if re.match(r"[\w.]*Popen\(", text)]
-    return found + [text for text in attributes if re.search(r"\.std(out|err)\.read\w*$", text)]
+    contexts = [ast.unparse(n.context_expr) for n in found if isinstance(n, ast.withitem)]
+    attributes = [ast.unparse(n) for n in found if isinstance(n, ast.Attribute)]
+    waits = [text for text in contexts if re.match(r"[\w.]*Popen\(", text)]
+    return waits + [text for text in attributes if re.search(r"\.std(out|err)\.read\w*$", text)]
 
 
 def test_children_of_jobs_import_nothing_from_the_working_folder():
@@ -363,38 +362,38 @@ def test_children_of_jobs_import_nothing_from_the_working_folder():
 
 
 def test_no_command_is_awaited_by_its_pipe():
-    found = {path: endless_waits(ast.parse(text)) for path, text in modules().items()}
+    found = {path: endless_waits(of_file) for path, of_file in nodes().items()}
     assert {path: waits for path, waits in found.items() if waits} == {}, "use processes.printed"
 
 
 def test_tests_import_one_another_as_one_package():
     """No module by its bare name, none from a conftest, and nothing changes where Python looks."""
-    trees = trees_of_tests()
-    bare = {Path(path).stem for path in trees} - {"__init__", "__main__"}
+    files = nodes(TESTS)
+    bare = {Path(path).stem for path in files} - {"__init__", "__main__"}
     wrong = {
-        path: [m for m in imported(tree) if m in bare or "conftest" in m] for path, tree in trees.items()
+        path: [m for m in imported(of_file) if m in bare or "conftest" in m]
+        for path, of_file in files.items()
     }
     patches = re.compile(r"sys\.path(\[.*\] =| \+?= |\.(append|insert|extend)\()")
-    for path, tree in trees.items():
-        statements = (n for n in ast.walk(tree) if isinstance(n, ast.Expr | ast.Assign | ast.AugAssign))
+    for path in (path for path, text in modules(TESTS).items() if "sys.path" in text):
+        statements = (n for n in files[path] if isinstance(n, ast.Expr | ast.Assign | ast.AugAssign))
         wrong[path] += [text for n in statements if patches.match(text := ast.unparse(n))]
     assert {path: found for path, found in wrong.items() if found} == {}
-    folders = {(REPOSITORY / path).parent for path in trees}
+    folders = {(REPOSITORY / path).parent for path in files}
     assert [name(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
 
 
 def test_folders_of_tests_are_named_as_packages():
     """Or are rooms for what belongs to no package."""
     rooms = {"bench", "cheats", "cluster", "docs", "golden", "gpu", "kernels", "kit", "pipeline"}
-    found = {Path(path).relative_to("tests").parent for path in trees_of_tests()}
+    found = {Path(path).relative_to("tests").parent for path in modules(TESTS)}
     mirrors = [folder for folder in found if folder.parts and folder.parts[0] not in rooms]
     homes = [Path(PACKAGES[0]), Path()]
     assert [str(f) for f in mirrors if not any((REPOSITORY / home / f).is_dir() for home in homes)] == []
 
 
 def test_names_of_tests_fit_a_line():
-    functions = (n for tree in trees_of_tests().values() for n in ast.walk(tree))
-    names = [n.name for n in functions if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")]
+    names = chain.from_iterable(re.findall(r"^ *def (test_\w+)", t, re.M) for t in modules(TESTS).values())
     assert [each for each in names if len(each) > TEST_NAME] == []
 
 
