@@ -22,6 +22,8 @@ from hpc_swe.tasks.swebench_rows import SET_UP
 
 _STEP_S = 120.0
 _REWARD = "/logs/verifier/reward.txt"
+# A pipe would be waited for, and what the script cannot write, such as the target of a link, is not its own.
+_READ = f"[ -f {_REWARD} ] && [ ! -L {_REWARD} ] && [ -w {_REWARD} ] && head -c 100 {_REWARD}"
 _LEFT_OUT = [*SET_UP, "pytest.py", "pytest/*", "_pytest/*", "pluggy/*"]
 _PATCH, _TOUCHED = ".git/agent.patch", ".git/touched"
 # A link is judged by its text as well: /proc/self leads each process elsewhere.
@@ -98,7 +100,7 @@ def _run(task: Task, patch: str, sandboxes: Sandboxes) -> _Ran:
         result = _bash(sandbox, task.tests.command, task.tests.timeout_s)
         if result.timed_out or result.broke_sandbox:
             return _Ran(result)
-        found = sandbox.run(f"head -c 100 {_REWARD}", _STEP_S)
+        found = sandbox.run(_READ, _STEP_S)
         return _Ran(result, "" if found.exit_code else found.output.strip())
 
 

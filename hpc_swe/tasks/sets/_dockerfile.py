@@ -12,6 +12,8 @@ from pathlib import Path, PurePosixPath
 _FROM = re.compile(r"([\w.:/@-]+)(\s+AS\s+[\w.-]+)?", re.IGNORECASE)
 _PAIR = re.compile(r"([A-Za-z_]\w*)=.*", re.DOTALL)
 _CONTINUED = re.compile(r"(?<!\\)\\[ \t]*$")
+_HOME = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*"|(~)""", re.DOTALL)
+"""What a shell leaves as it is, or else a tilde, in whose place it may put a folder; Docker never does."""
 _CHANGES_NOTHING = {"CMD", "EXPOSE", "LABEL"}
 
 
@@ -64,7 +66,8 @@ class Build:
         if not all(pairs) or "`" in words or "$(" in words:
             raise ValueError("it must be NAME=VALUE, with quotes around ; & | < > ( )")
         self.variables += [pair[1] for pair in pairs if pair]
-        self.lines.append(f"export {words}")
+        literal = _HOME.sub(lambda found: r"\~" if found[1] else found[0], words)
+        self.lines.append(f"export {literal}")
 
     def _copy(self, words: str) -> None:
         *patterns, to = _plain(words)

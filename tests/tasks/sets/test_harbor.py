@@ -19,6 +19,7 @@ from hpc_swe.makers.images.store import ImageStore, Problem
 from hpc_swe.tasks.graders.reward_file import RewardFile
 from hpc_swe.tasks.patch import take
 from hpc_swe.tasks.sets.harbor import Harbor
+from tests.kit import archives
 from tests.kit.images import UNPACKED, require_apptainer
 from tests.kit.toy import new
 
@@ -28,7 +29,8 @@ FROM python:3.11-slim AS base
 LABEL owner="a lab"
 ENV GREETING="good day" \\
     OTHER='a b'
-ENV LOUD=$GREETING!
+ENV LOUD=$GREETING! AT=~/"~"
+RUN echo "$MADE_BY" > first.txt
 WORKDIR /srv
 WORKDIR app
 COPY . .
@@ -97,11 +99,11 @@ def test_a_folder_says_its_image_its_work_directory_and_its_tests(tmp_path):
 
 def test_steps_are_read_as_docker_reads_them(tmp_path):
     steps = "FROM a AS my-base.1\nRUN\tpy\\\n# a remark\nthon3 -c 'if 1:\n"
-    steps = steps.replace("1:\n", '1: \\  \n  print(1)\'\nENV A="b;c" B=d\\&e\n')
+    steps = steps.replace("1:\n", "1: \\  \n  print(1)'\nENV A=\"b;c\" B=d\\&e C=~/f:'~'\n")
     (task,) = Harbor(train=str(make(tmp_path, {DOCKER: steps}))).load("train")
     run, export = task.tests.extra["steps"].splitlines()[2:4]
     assert run.replace("'\"'\"'", "'") == "/bin/sh -c 'python3 -c 'if 1:   print(1)''"
-    assert export == 'export A="b;c" B=d\\&e'
+    assert export == "export A=\"b;c\" B=d\\&e C=\\~/f:'~'", "Docker knows no home"
 
 
 def test_a_published_image_has_the_workdir_of_the_dockerfile_beside_it(tmp_path):
@@ -191,13 +193,18 @@ def test_a_host_that_cannot_apply_a_patch_is_no_failure_of_the_policy(tmp_path):
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    """A folder with the image of `DOCKERFILE`."""
+    """A folder with the image of `DOCKERFILE`, whose base comes from a registry."""
     require_apptainer(UNPACKED)
     folder = tmp_path_factory.mktemp("harbor")
     (task,) = Harbor(train=str(make(folder / "tasks"))).load("train")
+    (folder / "more").mkdir()
+    archives.oci_folder(archives.layer(UNPACKED, folder / "more", folder / "layer.tar"), folder / "base")
     store = ImageStore(folder / "images")
-    with store.locked():
-        assert store.build(Pulled(str(UNPACKED), Apptainer(images=str(store.images))), Problem(task, ""))
+    with archives.registry(folder / "base") as host, store.locked(), pytest.MonkeyPatch.context() as patched:
+        patched.setenv("APPTAINER_NOHTTPS", "true")
+        patched.setenv("APPTAINER_CACHEDIR", str(folder / "cache"))
+        source = Pulled(f"docker://{host}/{{reference}}", Apptainer(images=str(store.images)))
+        assert store.build(source, Problem(task, ""))
     return store.images
 
 
@@ -211,8 +218,11 @@ def test_an_image_is_built_of_a_dockerfile_and_a_script_judges(images, tmp_path)
         ).output
         assert seen.split("\n")[:-2] == ["./calc.py", "./made/greeting.txt", "./one/a b.txt"]
         assert "good day! {{ kept }}" in seen
-        assert sandbox.run('ls /opt/data /opt/renamed.py; echo "$OTHER:$LOUD"', 60).output == (
-            "/opt/renamed.py\n\n/opt/data:\na b.txt\na b:good day!\n"
+        assert sandbox.run('ls /opt/data /opt/renamed.py; echo "$OTHER:$LOUD:$AT"', 60).output == (
+            "/opt/renamed.py\n\n/opt/data:\na b.txt\na b:good day!:~/~\n"
+        )
+        assert sandbox.run('cat /first.txt; echo "$MADE_BY"', 60).output == "somebody\n" * 2, (
+            "as the base says"
         )
         there = sandbox.run("for each in /tests /solution /.build; do [ ! -e $each ] || echo $each; done", 60)
         assert there.output == ""
