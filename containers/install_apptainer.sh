@@ -43,7 +43,8 @@ install_from_sid() {
     apt_install ./apptainer.deb "${helpers[@]}"
 }
 
-# An apt state that knows nothing but sid, so that the machine's own sources and pins stay as they are.
+# An apt state that knows nothing but sid, so that the machine's own sources and pins stay as they are. Sid's index is
+# valid for a week; a mirror that is not renewed so often still serves, and its signature is verified as ever.
 download_from_sid() {
     local mirror=$1 options
     shift
@@ -51,7 +52,7 @@ download_from_sid() {
     echo "deb [signed-by=$keyring] $mirror sid main" >sid.list
     options=(-qq -o Dir::Etc::sourcelist="$work/sid.list" -o Dir::Etc::sourceparts=/dev/null
         -o Dir::Etc::preferencesparts=/dev/null -o Dir::State::lists="$work/lists"
-        -o Dir::State::status=/dev/null -o APT::Sandbox::User=root)
+        -o Dir::State::status=/dev/null -o APT::Sandbox::User=root -o Acquire::Check-Valid-Until=false)
     apt-get "${options[@]}" update
     apt-get "${options[@]}" download "$@" >/dev/null
 }

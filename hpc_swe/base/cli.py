@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import errno
 import math
 import os
 import shutil
@@ -61,12 +62,22 @@ def _exit_code(main: Callable[[], int | None]) -> int | str | None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except OSError as error:
-        if error.errno not in REMEDIES:
+    except (OSError, UnicodeEncodeError) as error:
+        if not (fault := _mendable(error)):
             raise
-        where = error.filename2 or error.filename or "a file that this command writes"  # a copy has two
-        print(f"error: {where}: {error.strerror}{remedy(error)}", file=sys.stderr)
+        print(f"error: {fault}", file=sys.stderr)
         return StorageError.exit_code
+
+
+def _mendable(error: OSError | UnicodeEncodeError) -> str:
+    """Return what is wrong, and its remedy, if the person who calls can mend it; else an empty text."""
+    if isinstance(error, UnicodeEncodeError):
+        is_record = error.encoding == "utf-8"  # else it was to be printed
+        return f"{error.object!a}: the name is not UTF-8, as records are; rename it" if is_record else ""
+    if error.errno == errno.ENOENT and not error.filename:
+        return "the current folder is gone; go to one that exists"
+    where = error.filename2 or error.filename or "a file that this command writes"  # a copy has two
+    return f"{where}: {error.strerror}{remedy(error)}" if error.errno in REMEDIES else ""
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):

@@ -23,6 +23,8 @@ from hpc_swe.config import conflicts
 from hpc_swe.config.removed import REMOVED
 from hpc_swe.config.settings import RunConfig
 
+LONGEST = 2**17
+"""Characters of a TOML file; a longer one was named by mistake."""
 _TYPES = [field.type for field in msgspec.structs.fields(RunConfig)]
 _INTERFACES = {f"{package}.base": family for family, package in loader.PACKAGES.items()}
 FAMILIES: dict[Any, str] = {
@@ -208,9 +210,11 @@ def _is_same_file(old: Any, new: Any, folder: Path) -> bool:
 
 def _parse(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(
-            shipped.config(path).read_text(encoding="utf-8-sig")
-        )  # editors may write a byte order mark
+        with shipped.config(path).open(encoding="utf-8-sig") as file:  # editors may write a byte order mark
+            text = file.read(LONGEST + 1)
+        if len(text) > LONGEST:
+            raise ConfigError(f"{path}: longer than {LONGEST:,} characters; name a configuration")
+        return tomllib.loads(text)
     except FileNotFoundError:
         where = "" if path.is_absolute() else f" in {Path.cwd()}; call the command in the folder that has it"
         known = shipped.configs()
@@ -221,7 +225,7 @@ def _parse(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is a folder, not a TOML file; name a run's folder by --run") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: {error}; save it as UTF-8") from None
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # tomllib raises the last two for endless values
         raise ConfigError(f"{path}: {error}{remedy(error)}") from None
 
 
@@ -232,7 +236,7 @@ def parse_override(line: str) -> tuple[str, dict[str, Any]]:
         why = "the value is empty (is a shell variable unset?); an empty text is written"
         raise ConfigError(f"override {line!r}: {why} {key.strip()}='\"\"'")
     for text in (line, f'{key}="{value}"'):  # `model=runs/x` needs no quotes
-        with suppress(tomllib.TOMLDecodeError):
+        with suppress(ValueError, RecursionError):
             return f"override {line}", tomllib.loads(text)
     raise ConfigError(f"override {line!r}: write key=value, for example groups.group_size=8")
 
@@ -268,6 +272,8 @@ def _faults(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
         _remove(tree, path)
         if not tree.get(path[0], path):  # as [coordinator], which has lost all of its keys
             del tree[path[0]]
+    long = [key for key, value in _leaves(tree) if isinstance(value, int) and value.bit_length() > 63]
+    yield from ((key, f"{key}: the number has more than 64 bits") for key in long)
     known = {field.name: field for field in msgspec.structs.fields(RunConfig)}
     for name in tree.keys() - known.keys():
         hint = _elsewhere(name) or suggestion(name, known)

@@ -59,11 +59,17 @@ class Demo:
     """The longest that each stage may take, time in a queue included."""
 
     def make_image(self) -> None:
-        """Build the image of the sandboxes where none is, as `make demo` does before."""
-        sandbox = configuration.from_words(["configs/demo.toml", *self.overrides]).sandbox
+        """Build the image of the sandboxes where none is, as `make demo` does before, and try one.
+
+        Raise ConfigError where none can be opened, before minutes go to a warm start.
+        """
+        config = configuration.from_words(["configs/demo.toml", *self.overrides])
+        sandbox = config.sandbox
         if isinstance(sandbox, ImageSandboxes) and not Path(sandbox.images).exists():
             script = shipped.folder("containers") / "build_image.sh"
             run_command(["bash", str(script), sandbox.images], IMAGE_S)  # it says what fails
+        if config.executor.is_here:
+            sandbox.check()
 
     def make_model(self) -> Path:
         """Make the tokenizer, the chat template and random weights, unless they exist; return the folder."""

@@ -57,7 +57,8 @@ def create(run: RunDir, config: RunConfig, taken: Taken) -> bool:
 
 def require_free(run: RunDir, config: RunConfig) -> None:
     """Raise ConfigError, before anything is changed, unless the folder is a run, empty, or absent."""
-    root, real, code = run.root, run.root.resolve(), Path(__file__).resolve().parents[2]
+    root, code = run.root, Path(__file__).resolve().parents[2]
+    real = Path(os.path.realpath(root))  # where links lead in a circle, resolve() raises
     remedy = f"name another folder with {option(config)}"
     if run.config.exists() and run.manifest.exists():
         return
@@ -77,7 +78,7 @@ def require_free(run: RunDir, config: RunConfig) -> None:
 def _unfit(root: Path) -> str:
     """Say why no run can be made at a path, whatever the folder holds; empty if one can."""
     if not root.exists():
-        return f"a link to {root.resolve()}, which does not exist" if root.is_symlink() else ""
+        return f"a link to {os.path.realpath(root)}, which does not exist" if root.is_symlink() else ""
     if not root.is_dir():
         return "a file, not a folder"
     owner = root.stat().st_uid

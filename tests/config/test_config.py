@@ -215,6 +215,21 @@ def test_what_an_editor_saves_is_read_or_refused_with_a_remedy(tmp_path, read, e
         configuration.read(path)
 
 
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (f"steps = {2**63}", "steps: the number has more than 64 bits"),
+        ("steps = " + "9" * 5000, "Exceeds the limit"),
+        ("steps = " + "[" * 5000, "maximum recursion depth"),
+        ("# as long as a table of rows\n" * 10_000, "longer than 131,072 characters"),
+    ],
+)
+def test_what_is_no_configuration_is_one_line(tmp_path, text, fault):
+    (tmp_path / "odd.toml").write_text(text)
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/odd.toml: {fault}"):
+        configuration.read(tmp_path / "odd.toml")
+
+
 def test_a_file_that_is_missing_in_the_working_folder_is_said_to_be(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=f"there is no such file in {tmp_path}; call the command"):

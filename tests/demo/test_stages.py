@@ -11,7 +11,7 @@ from hpc_swe.config import config as configuration
 from hpc_swe.demo.__main__ import Demo
 from hpc_swe.demo.model import SIZES
 from hpc_swe.demo.stages import of_stage
-from tests.kit.checkout import ROOT
+from tests.kit.checkout import ROOT, typed
 from tests.kit.run_processes import processes_of
 from tests.kit.waiting import until
 
@@ -38,6 +38,13 @@ def test_a_longer_run_is_asked_for_by_its_steps_and_keeps_its_warm_start(tmp_pat
     demo = Demo(tmp_path, 0, [GIVEN], steps=7)
     steps = [configuration.from_words(demo.words(tmp_path, *more)).steps for more in ([], ["demo_sft"])]
     assert steps == [7, 60]
+
+
+def test_a_machine_without_sandboxes_is_told_before_anything_is_trained(tmp_path):
+    out = tmp_path / "out"
+    done = typed("hpc_swe.demo", "--out", out, f"sandbox.images={tmp_path}", PATH="/nowhere")
+    assert (done.returncode, done.stderr.count("\n"), out.exists()) == (2, 1, False), done.stderr
+    assert "no apptainer on PATH: install Apptainer, or set type" in done.stderr
 
 
 @pytest.mark.slow

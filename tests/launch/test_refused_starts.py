@@ -30,7 +30,7 @@ from hpc_swe.config import conflicts
 from hpc_swe.launch import checks, control, create, existing, plan
 from hpc_swe.models.policies.megatron import Megatron
 from hpc_swe.models.weight_files import read_header
-from tests.kit.checkout import ROOT, typed
+from tests.kit.checkout import ROOT, environment, typed
 from tests.kit.constants import NOBODY
 from tests.kit.crash import in_child, refuse
 from tests.kit.toy import row, write_rows
@@ -395,6 +395,7 @@ def test_an_empty_folder_or_a_start_that_died_anywhere_is_no_obstacle(tmp_path, 
     [
         (lambda tmp: tmp.joinpath("file").write_text("x") and tmp / "file", "a file, not a folder"),
         (lambda tmp: tmp.joinpath("link").symlink_to("nowhere") or tmp / "link", "a link to .*nowhere"),
+        (lambda tmp: tmp.joinpath("link").symlink_to("link") or tmp / "link", "a link to .*link"),
         (lambda _: Path("~").expanduser(), "your home is it"),
         (lambda _: ROOT, "this checkout (is|lies in) it"),
         (lambda _: ROOT / "hpc_swe" / "launch", "among the packages that a run copies"),
@@ -417,6 +418,32 @@ def test_an_empty_name_is_no_folder_and_no_file(tmp_path, words):
     done = typed(f"hpc_swe.{words[0]}", *words[1:])
     assert done.returncode == 2
     assert re.search("empty.* .?is a shell variable unset", done.stderr), done.stderr
+
+
+@pytest.mark.parametrize("what", ["--run", "working folder", "model"])
+def test_a_name_that_records_cannot_hold_is_one_line(tmp_path, model, what):
+    odd = Path(os.fsdecode(bytes(tmp_path) + b"/caf\xe9"))
+    odd.mkdir()
+    run = odd / "run" if what == "--run" else tmp_path / "run"
+    if what == "model":
+        model = shutil.copytree(model, odd / "model")
+    words = [ROOT / "configs/demo.toml", f"model={model}", 'sandbox={type="process"}', "tasks.train=3"]
+    words = ["start", *words, "--run", run, *NOBODY]
+    done = typed("hpc_swe.launch", *words, folder=odd if what == "working folder" else ROOT)
+    assert (done.returncode, "the name is not UTF-8" in done.stderr) == (4, True), done.stderr
+    assert "Traceback" not in done.stderr
+    assert not run.exists() or not [*run.iterdir()]
+
+
+def test_a_working_folder_that_is_gone_is_one_line(tmp_path):
+    (tmp_path / "gone").mkdir()
+    line = 'cd gone && rmdir ../gone && exec "$@"'
+    words = ["bash", "-c", line, "bash", sys.executable, "-m", "hpc_swe.status", "run"]
+    done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stderr) == (
+        4,
+        "error: the current folder is gone; go to one that exists\n",
+    )
 
 
 @pytest.mark.parametrize(
