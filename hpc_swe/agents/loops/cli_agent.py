@@ -1,4 +1,4 @@
-"""Run an existing program as the agent: any command-line tool that asks an OpenAI- or Anthropic-style server.
+"""Run an existing program as the agent: any command-line tool that asks a server of a known API.
 
 The program runs inside the sandbox, and the policy listens there on a port of the sandbox's own loopback. So
 the program needs no network, no proxy and no socket file. What the recorder refused decides how an episode

@@ -26,6 +26,7 @@ from hpc_swe.base.errors import AgentError, EpisodeError, SandboxError
 from hpc_swe.base.records import ExitStatus, ToolCall
 from hpc_swe.roles.rollout.dialects.anthropic_messages import AnthropicMessages
 from hpc_swe.roles.rollout.dialects.base import Conversation, DialectRequest, delivered
+from hpc_swe.roles.rollout.dialects.gemini_contents import GenerateContent, StreamGenerateContent
 from hpc_swe.roles.rollout.dialects.openai_chat import ChatCompletions
 from hpc_swe.roles.rollout.dialects.openai_responses import OpenaiResponses
 from hpc_swe.roles.rollout.recorder import Exchange, Recorder
@@ -41,6 +42,8 @@ ROUTES: dict[str, type[DialectRequest]] = {
     "/v1/chat/completions": ChatCompletions,
     "/v1/messages": AnthropicMessages,
     "/v1/responses": OpenaiResponses,
+    "/v1beta/models/policy:generateContent": GenerateContent,
+    "/v1beta/models/policy:streamGenerateContent": StreamGenerateContent,
 }
 HARMLESS = {"model", "user", "metadata", "store"}
 """Fields without effect on sampling; every other field that a dialect does not read is an ignored setting."""
@@ -137,7 +140,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             with _parsing:
                 request = msgspec.json.decode(body, type=dialect)
-                read = HARMLESS.union(dialect.__struct_fields__)
+                read = HARMLESS.union(dialect.__struct_encode_fields__)
                 ignored = msgspec.json.decode(body, type=dict[str, Raw]).keys() - read
                 self._asked = request.conversation(self.server.sampled)
             recorder.counts["ignored_settings"] += len(ignored)
@@ -193,6 +196,7 @@ class _Handler(BaseHTTPRequestHandler):
         given = [
             self.headers.get("Authorization", "").removeprefix("Bearer "),
             self.headers.get("x-api-key", ""),
+            self.headers.get("x-goog-api-key", ""),
         ]
         if not any(secrets.compare_digest(key.encode(), self.server.key.encode()) for key in given):
             self._refuse(401, "wrong or missing API key", "invalid_api_key")

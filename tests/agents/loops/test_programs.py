@@ -29,6 +29,11 @@ SESSIONS = {
         call("exec_command", cmd=SED),
         "Done.",
     ],
+    "gemini_cli": [
+        "Look.\n" + call("read_file", file_path=PATH) + "\n" + call("run_shell_command", command="ls"),
+        call("replace", file_path=PATH, old_string=OLD, new_string=NEW, instruction="Add."),
+        "Done.",
+    ],
     "opencode": [
         "Look.\n" + call("read", filePath=PATH) + "\n" + call("bash", command="ls", description="List."),
         call("edit", filePath=PATH, oldString=OLD, newString=NEW),
@@ -53,6 +58,7 @@ SESSIONS = {
 LONG = {
     "claude_code": call("Bash", command="seq 1 20000"),
     "codex": call("exec_command", cmd="seq 1 20000", max_output_tokens=20000),
+    "gemini_cli": call("run_shell_command", command="seq 1 20000"),
     "opencode": call("bash", command="seq 1 20000", description="Count."),
     "pi": call("bash", command="seq 1 20000"),
     "openhands": call("terminal", command="seq 1 20000"),

@@ -32,6 +32,8 @@ class Program(ABC):
     """An agent program's history in one dialect; it completes the arguments of calls by a default."""
 
     route: str
+    ignored, dropped = 0, 1
+    """Settings without effect and tools of other kinds, of one request."""
 
     def __init__(self, address: ChatAddress, task: str = "It fails.", stream: bool = False) -> None:
         self.address, self.stream = address, stream
@@ -85,6 +87,7 @@ def completed(arguments: str) -> dict:
 
 class Chat(Program):
     route = "/chat/completions"
+    dropped = 0
 
     def started(self, task: str) -> dict:
         tool = {"type": "function", "function": {"name": "view", "parameters": SCHEMA}}
@@ -108,6 +111,7 @@ class Chat(Program):
 
 class Messages(Program):
     route = "/messages?beta=true"
+    ignored = 1
 
     def headers(self) -> dict[str, str]:
         return {"x-api-key": self.address.key}
@@ -196,7 +200,49 @@ class Responses(Program):
         return "".join(item["content"][0]["text"] for item in answer["output"] if item["type"] == "message")
 
 
-DIALECTS = MappingProxyType({"chat": Chat, "messages": Messages, "responses": Responses})
+class Gemini(Program):
+    ignored = 2  # generationConfig, and stream, which the path says
+
+    @property
+    def route(self) -> str:  # after the v1 of the address
+        return f"beta/models/policy:{'streamGenerateContent?alt=sse' if self.stream else 'generateContent'}"
+
+    def headers(self) -> dict[str, str]:
+        return {"x-goog-api-key": self.address.key}
+
+    def started(self, task: str) -> dict:
+        view = {"name": "view", "description": "Look.", "parametersJsonSchema": SCHEMA}
+        return {
+            "systemInstruction": {"parts": [{"text": "Repair."}]},
+            "contents": [{"role": "user", "parts": [{"text": task}]}],
+            "tools": [{"functionDeclarations": [view]}, {"googleSearch": {}}],
+            "generationConfig": {"temperature": 0},
+        }
+
+    def joined(self, events: list[dict]) -> dict:
+        (answer,) = events
+        return answer
+
+    def extend(self, answer: dict) -> str:
+        (candidate,) = answer["candidates"]
+        assert candidate["finishReason"] == "STOP"
+        calls = [part["functionCall"] for part in candidate["content"]["parts"] if "functionCall" in part]
+        for call in calls:
+            call["args"] = completed(json.dumps(call["args"]))
+        seen = [
+            {"functionResponse": {"name": call["name"], "id": call["id"], "response": {"output": "1: x"}}}
+            for call in calls
+        ]
+        thought = {"text": "Is it m.py?", "thought": True}
+        parts = [thought, *candidate["content"]["parts"]]
+        self.body["contents"] += [
+            {"role": "model", "parts": parts},
+            {"role": "user", "parts": seen or [{"text": "Go on."}]},
+        ]
+        return "".join(part.get("text", "") for part in candidate["content"]["parts"])
+
+
+DIALECTS = MappingProxyType({"chat": Chat, "messages": Messages, "responses": Responses, "gemini": Gemini})
 dialects = pytest.mark.parametrize("dialect", DIALECTS)
 
 
@@ -221,8 +267,8 @@ def test_a_session_is_one_exact_chain(on, address, dialect, stream):
     shown = on.builder.tokens.decode(on.engine.calls[0].prompt)
     assert '"name": "view"' in shown
     assert "web_search" not in shown
-    assert on.recorder.counts["dropped"] == (0 if dialect == "chat" else 3)
-    assert on.recorder.counts["ignored_settings"] == (3 if dialect == "messages" else 0)
+    assert on.recorder.counts["dropped"] == 3 * program.dropped
+    assert on.recorder.counts["ignored_settings"] == 3 * program.ignored
     roles = [message.role for message in on.recorder.messages]
     assert roles == ["system", "user", "assistant", "tool", "assistant", "tool", "assistant"]
     calls = [call.arguments for message in on.recorder.messages for call in message.tool_calls]

@@ -36,8 +36,11 @@ class Conversation:
 class DialectRequest(Protocol):
     """Hold a request's body."""
 
-    __struct_fields__: ClassVar[tuple[str, ...]]
-    stream: bool
+    __struct_encode_fields__: ClassVar[tuple[str, ...]]
+
+    @property
+    def stream(self) -> bool:
+        """Return whether the answer is sent as events."""
 
     def conversation(self, sampled: Sampled) -> Conversation:
         """Return what the recorder is asked; raise msgspec.ValidationError if it is none of the dialect."""
