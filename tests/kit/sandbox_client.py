@@ -2,7 +2,7 @@
 
 Each says when it begins and how it ended. A fate befalls an episode in the midst of its command, out of the
 agent's reach: `worker` kills this process, and whoever else is at work in it, but not while another fate has
-killed Apptainer: that one case is left to the scheduler, as docs/notebook.md says.
+killed Apptainer: that one case is left to the scheduler.
 """
 
 import gc

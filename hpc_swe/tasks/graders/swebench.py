@@ -9,7 +9,7 @@ reporter writes a file whose every line is signed, opens and closes the run, and
 between the tests. The guard detects changes to unittest and pytest, their plugins, the tests or the reporter;
 these count as cheating unless a run of the base commit shows the same oddity. A patch that resolves the task
 is graded again, also with tests that contradict the first ones (`_changed_tests`), since a patch can lie in
-memory. docs/security.md lists the attacks that were tried, docs/swebench.md what is trusted all the same.
+memory. docs/security.md lists the attacks that were tried, docs/rewards.md what is trusted all the same.
 Other parsers (sympy's, those of other languages) read a log that code under test can print to.
 """
 
