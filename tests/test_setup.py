@@ -81,6 +81,19 @@ def test_one_verb_changes_nothing_in_the_environment_of_the_other(
     assert "-m pip" not in clone.log.read_text(), "what is there is found, and left alone"
 
 
+def test_wheels_that_were_brought_need_no_archive_of_packages(clone: Clone, tmp_path: Path) -> None:
+    """What root lacks there, the image of the demo alone needs."""
+    (tmp_path / "bin/apt-get").write_text("#!/bin/sh\nexit 100\n")
+    for tool in {*Path("/usr/bin").iterdir()} - {Path("/usr/bin/mmdebstrap")}:
+        if not (tmp_path / "bin" / tool.name).exists():
+            (tmp_path / "bin" / tool.name).symlink_to(tool)
+    (tmp_path / "bin/mmdebstrap").unlink()
+    clone.path = f"{tmp_path}/bin"
+    done = clone.setup("gpu")
+    assert done.returncode == 0, done.stderr
+    assert (clone.root / ".venv-gpu/setup.stamp").exists()
+
+
 def test_a_python_that_does_not_serve_is_refused(clone: Clone) -> None:
     clone.have_python(wrong=True)
     done = clone.setup("gpu")
