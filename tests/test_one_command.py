@@ -161,3 +161,22 @@ def test_the_lock_for_gpus_pins_what_the_extra_asks_for() -> None:
     ):
         wanted = Requirement(text)
         assert wanted.specifier.contains(pins[wanted.name.lower()]), text
+
+
+@pytest.mark.slow  # it asks the registry that uv is told of
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+def test_the_lock_for_gpus_has_all_that_its_extras_resolve_to(tmp_path: Path, python: str) -> None:
+    """As `uv lock --check`, of a lock that names no registry."""
+    extras = ["--extra=gpu", "--extra=flash-attention", f"--python-version={python}"]
+    line = ["uv", "pip", "compile", "pyproject.toml", "--quiet", "--no-header", "--no-annotate", *extras]
+    line += ["--only-binary=:all:", "--constraint=containers/requirements-gpu.txt"]
+    done = subprocess.run(
+        [sys.executable, "-m", *line], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    if "Failed to fetch" in done.stderr:
+        pytest.skip(done.stderr)
+    wanted = {line.partition(" ")[0] for line in done.stdout.splitlines()}
+    lines = (ROOT / "containers/requirements-gpu.txt").read_text().splitlines()
+    assert done.returncode == 0, done.stderr
+    assert len(wanted) > 200
+    assert wanted - {*lines} == set()
