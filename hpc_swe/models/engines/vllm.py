@@ -68,6 +68,9 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
     """Type of cached keys and values; auto is that of activations. With fp8_e4m3 there is room for twice as
     many tokens, sampled from coarser log-probabilities, which are recorded as they are."""
+    head_dtype: Literal["auto", "float32"] = "auto"
+    """Type of logits; auto is `dtype`. With float32 they are the learner's, whose logits are never rounded to
+    16 bits."""
     tensor_parallel: Annotated[int, Meta(ge=1)] = 1
     """GPUs, or CPU workers, that share each layer."""
     device: Literal["gpu", "cpu"] = "gpu"
@@ -126,6 +129,8 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
             options["kv-cache-memory-bytes"] = self.kv_cache_bytes
         if self.speculation:
             options["speculative-config"] = NGRAM
+        if self.head_dtype != "auto":
+            options["hf-overrides"] = f'{{"head_dtype":"{self.head_dtype}"}}'
         if self.tensor_parallel == 1:
             options["distributed-executor-backend"] = "uni"
         flags = ["--tokens-only", "--disable-uvicorn-access-log", "--enable-logging-iteration-details"]

@@ -202,6 +202,14 @@ def test_cached_keys_and_values_are_of_the_configured_type(tmp_path: Path, kind:
     assert command[command.index("--kv-cache-dtype") + 1] == kind
 
 
+def test_logits_are_rounded_unless_they_are_asked_for_in_float32(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    given = [Vllm(program="vllm", head_dtype=kind) for kind in ("auto", "float32")]
+    rounded, exact = (list(each.command(tmp_path, "h", 1, "run", 64)) for each in given)
+    assert "--hf-overrides" not in rounded
+    assert exact[exact.index("--hf-overrides") + 1] == '{"head_dtype":"float32"}'
+
+
 def test_files_of_mistral_s_own_library_are_not_taken(tmp_path: Path) -> None:
     """Left to choose, vLLM takes params.json and consolidated.safetensors; a learner reads neither."""
     (tmp_path / "config.json").write_text("{}")
