@@ -132,6 +132,17 @@ def test_adapters_of_each_expert_are_merged_into_a_tensor_of_all(tmp_path: Path)
             Delta.read(tmp_path, wanted)
 
 
+def test_adapters_of_a_matrix_that_experts_do_not_have_are_refused(tmp_path: Path) -> None:
+    """Otherwise they would be merged into the rows of another one."""
+    stems = [f"base_model.model.m.experts.0.{kind}" for kind in ("w1", "up_proj")]
+    factors = {f"{stem}.lora_A.weight": torch.ones(2, 8) for stem in stems}
+    factors |= {f"{stem}.lora_B.weight": torch.ones(2, 2) for stem in stems}
+    save_file(factors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 6}')
+    with pytest.raises(ValueError, match=r"the adapters of m.experts.0.w1.weight do not fit the model"):
+        Delta.read(tmp_path, Wanted({"m.experts.gate_up_proj": [1, 4, 8]}, is_tied=False))
+
+
 def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
     adapters(tmp_path)
     with pytest.raises(ValueError, match=r"the adapters of a.weight do not fit the model"):

@@ -46,6 +46,7 @@ CASES = {
     "hybrid-moe-tp2": (2, "hybrid-moe", TENSOR | {"recompute": "products"}, [[[0, 1, 3], [2]]]),
     "moe-tp2-ep2": (2, "moe", TENSOR | {"recompute": "elementwise", "expert_parallel": 2}, ONE),
     "hybrid-fused-ep2": (2, "hybrid-fused", LORA | {"expert_parallel": 2, "lora_layers": "mlp"}, HALVES),
+    "moe-ep2-mlp": (2, "moe", LORA | {"expert_parallel": 2, "lora_layers": "mlp"}, HALVES),
     "tp2-full": (2, "tied", TENSOR | {"recompute": "full"}, ONE),
     "dp2": (2, "dense", LORA, HALVES),
     "cp2-mlp": (2, "dense", LORA | {"context_parallel": 2, "lora_layers": "mlp"}, ONE),
@@ -71,6 +72,7 @@ class Runs:
                 self._resumed("dp2-of-tp1", "tp1", LORA, HALVES),
                 self._resumed("moe-ep2-of-tp1", "moe-tp1", LORA | {"expert_parallel": 2}, HALVES),
                 self._resumed("moe-tp2-of-ep2", "moe-tp2-ep2", TENSOR, ONE),
+                self._resumed("mlp-tp2-of-ep2", "moe-ep2-mlp", TENSOR | {"lora_layers": "mlp"}, ONE),
                 self._resumed("tp2-again", "tp2", CASES["tp2"][2], ONE),
                 self._bfloat16("bfloat16", "dense", TENSOR, ONE),
                 self._bfloat16("bfloat16-fused", "hybrid-fused", EIGHT, HALVES),
@@ -221,6 +223,7 @@ def test_steps_are_those_of_lora_in_plain_torch(runs, name):
         "dp2",
         "cp2-mlp",
         "hybrid-fused-ep2",
+        "moe-ep2-mlp",
     ):  # whose optimizer divides the gradients among the ranks
         largest = max(float(each.abs().max()) for pair in grads.values() for each in pair)
         limit = 1e-5 * largest if "hybrid" in name else 1e-6  # as of all weights in test_parity.py
@@ -274,6 +277,7 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes_at_any_layout(runs):
     assert apart(runs.factors("tp2-again", "after"), runs.factors("tp2", "after")) == 0
     others = {"tp2-of-tp1": "tp1", "dp2-of-tp1": "tp1"}
     others |= {"moe-ep2-of-tp1": "moe-tp1", "moe-tp2-of-ep2": "moe-tp2-ep2"}
+    others |= {"mlp-tp2-of-ep2": "moe-ep2-mlp"}
     for name, first in others.items():
         assert curve(name) == pytest.approx(curve(first), rel=1e-5)
         assert apart(runs.factors(name, "after"), runs.factors(first, "after")) < 2e-4

@@ -264,7 +264,7 @@ def _place(stem: str, shapes: Mapping[str, list[int]]) -> tuple[str, int, int]:
     number, _, kind = rest.partition(".")
     is_down = kind == "down_proj"
     name = f"{prefix}.experts.{'down' if is_down else 'gate_up'}_proj"
-    if not prefix or name not in shapes:
+    if name not in shapes or kind not in ("gate_proj", "up_proj", "down_proj"):
         return f"{stem}.weight", 0, 1
     experts = shapes[name][0]
     if is_down:

@@ -184,13 +184,9 @@ class MegatronLearner:
     def export(self, folder: Path, carrier: Carrier = "full") -> dict[str, TensorInfo]:
         if not self._adapters:
             return self._exporter.write(folder, carrier)
-        factors = self._adapters.collect()  # now, because no rank waits for one whose writing has failed
-        if carrier == "delta":
-            found = self._exporter.describe()
-        else:
-            found, folder = self._exporter.write(folder), folder / lora.FOLDER
-        self._adapters.write(folder, factors, self._folder)
-        return found
+        place = folder if carrier == "delta" else folder / lora.FOLDER
+        with self._adapters.writing(place, self._folder):
+            return self._exporter.describe() if carrier == "delta" else self._exporter.write(folder)
 
     def save(self, folder: Path) -> None:
         self._checkpointer.save(folder, self.step)

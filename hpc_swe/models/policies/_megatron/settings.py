@@ -140,12 +140,6 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
             raise ConfigError(
                 f"[policy] lora_rank = {rank}: products of experts need a multiple of {step}; set one"
             )
-        experts_alone = self.expert_parallel > 1 and not shape.shared_ffn and self.lora_layers == "mlp"
-        if rank and experts_alone:
-            raise ConfigError(
-                f"[policy] expert_parallel = {self.expert_parallel} divides all that lora_layers = 'mlp' "
-                "trains, and the optimizer needs weights that are not divided; set lora_layers = 'all'"
-            )
         if rank and shape.fused_mlp and self.lora_layers != "attention":
             raise ConfigError(
                 f'[policy] lora_rank = {rank} needs lora_layers = "attention" for a model whose gate and up '

@@ -11,7 +11,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -70,7 +70,9 @@ def build_optimizer(
     # distrib_optimizer.py:977 copies the state seven times on the host
     DistributedOptimizer.get_parameter_state_dp_zero = gathered.gather_states
     with compat.cpu_as_cuda():
-        optimizer = get_megatron_optimizer(megatron, [ddp])
+        found = get_megatron_optimizer(megatron, [ddp])
+    # Where ranks divide all that is trained, Megatron adds one of nothing, which has no state.
+    optimizer = ChainedOptimizer([each for each in found.chained_optimizers if not each.is_stub_optimizer])
     compat.fuse_steps(optimizer)
     if settings.offload_optimizer:
         hosted.host_states(optimizer, settings.offload_optimizer, ranks)
@@ -261,15 +263,13 @@ class Checkpointer:
         ]
 
     def _load_optimizer(self, state: dict[Any, Any]) -> None:
-        """Load the groups and steps; one common record of groups serves all optimizers."""
-        optimizers = self._optimizer.chained_optimizers
-        if len(optimizers) == 1:
-            optimizers[0].load_state_dict(state)
-            return
-        groups = state["optimizer"]["param_groups"]
-        every = [group | {"is_expert_parallel": flag} for group in groups for flag in (False, True)]
-        for optimizer in optimizers:
-            optimizer.load_state_dict({**state, "optimizer": {"param_groups": every}})
+        """Load the groups and steps; one common record of groups serves all optimizers, in any layout."""
+        record = state["optimizer"]
+        groups = [
+            each | {"is_expert_parallel": flag} for each in record["param_groups"] for flag in (False, True)
+        ]
+        for optimizer in self._optimizer.chained_optimizers:
+            optimizer.load_state_dict({**state, "optimizer": {**record, "param_groups": groups}})
 
 
 def _refusal(folder: Path, error: CheckpointException) -> StorageError | None:

@@ -4,7 +4,8 @@ A rank computes all its experts in grouped products: rows of tokens are sorted b
 each expert's end. The gradients of all its factors are grouped products, too.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from hpc_swe.models.deltas.low_rank import Factors, initial
 from hpc_swe.models.policies._megatron.kernels import pinned
 from hpc_swe.models.policies._megatron.model.experts import Experts
 from hpc_swe.models.policies._megatron.weights.weights import ADAPTERS
+
+Gradients = Callable[[Tensor, Tensor, Sequence[Tensor]], list[Tensor]]
+"""Return the gradients of factors for inputs [tokens, in], the gradient [tokens, out] and the factors."""
 
 
 class ExpertAdapter(nn.Module):  # type: ignore[misc]
@@ -54,16 +58,16 @@ class ExpertAdapter(nn.Module):  # type: ignore[misc]
     def _start(self) -> None:
         group = self._groups.expt_tp
         parts = group.size() if self.split == 1 else 1
-        for number, a in zip(self._numbers(), self.a.data, strict=True):
-            drawn = initial(self._name(number), a.shape[0], a.shape[1] * parts)
+        first = self._groups.ep.rank() * len(self.a)
+        for source, a in zip(self.sources[first:], self.a.data, strict=False):
+            drawn = initial(source, a.shape[0], a.shape[1] * parts)
             a.copy_(drawn.chunk(parts, 1)[group.rank() if parts > 1 else 0])
 
-    def _numbers(self) -> range:
-        first = self._groups.ep.rank() * len(self.a)
-        return range(first, first + len(self.a))
-
-    def _name(self, number: int) -> str:
-        return f"{self._prefix}{number}.{self._kind}"
+    @property
+    def sources(self) -> list[str]:
+        """Return the names of this matrix of all experts."""
+        count = len(self.a) * self._groups.ep.size()
+        return [f"{self._prefix}{number}.{self._kind}" for number in range(count)]
 
     def merge(self, scale: float) -> None:
         """Write the rounded sums into the model."""
@@ -86,14 +90,29 @@ class ExpertAdapter(nn.Module):  # type: ignore[misc]
             key = f"{self.source}.{name}"
             yield factor, ShardedTensor.from_rank_offsets(key, factor, experts, *parts, replica_id=replica)
 
-    def collect(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the whole factors of all experts by the names of PEFT; all ranks must call it."""
+    def gathered(self) -> Iterator[dict[str, Tensor]]:
+        """Yield the whole factors of all experts by name; all ranks must run to the end."""
         for name, factor, axis in (("lora_A", self.a, 2), ("lora_B", self.b, 1)):
             found = factor.data
             if axis == self.split + 1:
                 found = whole(found, axis, self._groups.expt_tp)
-            for number, each in enumerate(whole(found, 0, self._groups.ep)):
-                yield f"{self._name(number)}.{name}.weight", each
+            every = whole(found, 0, self._groups.ep)
+            yield {f"{source}.{name}": each for source, each in zip(self.sources, every, strict=True)}
+
+
+class Adapted(torch.autograd.Function):  # type: ignore[misc]
+    """Pass a product on as it is, and give the factors of its weight their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, inputs: Tensor, gradients: Gradients, *factors: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        ctx.save_for_backward(inputs, *factors)
+        return outputs.view_as(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, *factors = ctx.saved_tensors
+        return grad, None, None, *ctx.gradients(inputs.flatten(0, -2), grad.flatten(0, -2), factors)
 
 
 class AdaptedProduct:
@@ -107,7 +126,18 @@ class AdaptedProduct:
         if not torch.is_grad_enabled():
             return outputs
         factors = [factor for each in self.adapters for factor in (each.a, each.b)]
-        found: Tensor = _Adapted.apply(outputs, inputs, ends, self._scale, *factors)
+        found: Tensor = Adapted.apply(outputs, inputs, partial(self._gradients, ends), *factors)
+        return found
+
+    def _gradients(
+        self, ends: Tensor, inputs: Tensor, grad: Tensor, factors: Sequence[Tensor]
+    ) -> list[Tensor]:
+        found = list[Tensor]()
+        for part, a, b in zip(grad.chunk(len(factors) // 2, 1), factors[::2], factors[1::2], strict=True):
+            part = part.contiguous()
+            inner, outer = F.grouped_mm(inputs, a.mT, offs=ends), F.grouped_mm(part, b, offs=ends)
+            found.append(self._scale * F.grouped_mm(outer.t(), inputs, offs=ends))
+            found.append(self._scale * F.grouped_mm(part.t(), inner, offs=ends))
         return found
 
     def merge(self) -> None:
@@ -117,29 +147,6 @@ class AdaptedProduct:
     def remove(self) -> None:
         for each in self.adapters:
             each.remove()
-
-
-class _Adapted(torch.autograd.Function):  # type: ignore[misc]
-    """Pass a product on as it is, and give the factors of its weights their gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, outputs: Tensor, inputs: Tensor, ends: Tensor, scale: float, *factors: Tensor
-    ) -> Tensor:
-        ctx.scale = scale
-        ctx.save_for_backward(inputs, ends, *factors)
-        return outputs.view_as(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, ends, *factors = ctx.saved_tensors
-        found = list[Tensor]()
-        for part, a, b in zip(grad.chunk(len(factors) // 2, 1), factors[::2], factors[1::2], strict=True):
-            part = part.contiguous()
-            inner, outer = F.grouped_mm(inputs, a.mT, offs=ends), F.grouped_mm(part, b, offs=ends)
-            found.append(ctx.scale * F.grouped_mm(outer.t(), inputs, offs=ends))
-            found.append(ctx.scale * F.grouped_mm(part.t(), inner, offs=ends))
-        return grad, None, None, None, *found
 
 
 def adapt(

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.tensor_parallel import layers, mappings
 from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
-from safetensors.torch import save
 from torch import Tensor, nn
 
 from hpc_swe.base.errors import ConfigError
@@ -37,11 +36,19 @@ from hpc_swe.models.policies._megatron.model.model import PolicyModel
 from hpc_swe.models.policies._megatron.model.parallel import TorchRanks
 from hpc_swe.models.policies._megatron.settings import MegatronSettings
 from hpc_swe.models.policies._megatron.weights import expert_lora
-from hpc_swe.models.policies._megatron.weights.expert_lora import AdaptedProduct, ExpertAdapter, whole
+from hpc_swe.models.policies._megatron.weights.expert_lora import (
+    Adapted,
+    AdaptedProduct,
+    ExpertAdapter,
+    whole,
+)
+from hpc_swe.models.policies._megatron.weights.tensor_file import TensorFiles
 from hpc_swe.models.policies._megatron.weights.weights import ADAPTERS
 
 IDENTITY = ("lora_rank", "lora_alpha", "lora_layers")
 """Keys of the policy to which a checkpoint of adapters belongs."""
+PREFIX = "base_model.model."
+"""Of the names of matrices in PEFT's files."""
 FOLDER = "adapter"
 """Folder of the adapters within a version, in the format of PEFT."""
 
@@ -144,7 +151,7 @@ class AdaptedLinear:
         if not torch.is_grad_enabled():
             return None
         factors = [factor for each in self.adapters for factor in (each.a, each.b)]
-        return _Adapted.apply(outputs[0], inputs[0], self, *factors), outputs[1]
+        return Adapted.apply(outputs[0], inputs[0], self.gradients, *factors), outputs[1]
 
     def gradients(self, inputs: Tensor, grad: Tensor, factors: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradients of a and b of each adapter, for inputs [tokens, in] and grad [tokens, out].
@@ -165,22 +172,6 @@ class AdaptedLinear:
             for output, of_inputs, of_outputs in parts
             for each in (of_outputs.t() @ inputs, output.t() @ of_inputs)
         ]
-
-
-class _Adapted(torch.autograd.Function):  # type: ignore[misc]
-    """Pass a product on as it is, and give the factors of its weight their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, outputs: Tensor, inputs: Tensor, layer: AdaptedLinear, *factors: Tensor) -> Tensor:
-        ctx.layer = layer
-        ctx.save_for_backward(inputs, *factors)
-        return outputs.view_as(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, *factors = ctx.saved_tensors
-        flat = inputs.flatten(0, -2), grad.flatten(0, -2)
-        return grad, None, None, *ctx.layer.gradients(*flat, factors)
 
 
 class Adapters:
@@ -271,31 +262,43 @@ class Adapters:
                     "as it was when the run started, or start another run"
                 )
 
-    def collect(self) -> dict[str, Tensor]:
-        """Return the whole factors in the host's memory, under the names of PEFT; all ranks must call it."""
-        found: dict[str, Tensor] = {}
-        for each in self._adapters():
-            for name, tensor, axis in (("lora_A", each.a, 1), ("lora_B", each.b, 0)):
-                every = (
-                    whole(tensor.data, axis, self._ranks.tensor_group) if axis == each.split else tensor.data
-                )
-                ordered = each.rows.of_matrix(every) if name == "lora_B" else every
-                found[f"base_model.model.{each.source}.{name}.weight"] = ordered.cpu().contiguous()
-        pairs = (pair for each in self._of_experts() for pair in each.collect())
-        return found | {f"base_model.model.{name}": factor.cpu().contiguous() for name, factor in pairs}
+    @contextmanager
+    def writing(self, folder: Path, model: Path) -> Iterator[None]:
+        """Write a folder that PEFT loads onto `model`, until the block ends; all ranks must call it.
 
-    def write(self, folder: Path, factors: dict[str, Tensor], model: Path) -> None:
-        """Write a folder that PEFT loads onto `model`; rank 0 writes it, and no rank waits for another."""
-        if self._ranks.rank or not self:
-            return
-        with atomic.storage(folder):
-            folder.mkdir(exist_ok=True)
-            data = save(factors, metadata={"format": "pt"})  # save_file raises no OSError for a full disk
-            (folder / ADAPTER_TENSORS).write_bytes(data)
-            (folder / ADAPTER_CONFIG).write_text(json.dumps(self._peft(model), indent=2))
+        Rank 0 writes it. Before the block factors are gathered one after another, because no rank waits for
+        one whose writing has failed; rank 0 raises StorageError after the block.
+        """
+        names = [f"{PREFIX}{source}.lora_{kind}.weight" for source in self._sources for kind in "AB"]
+        files = TensorFiles([folder / ADAPTER_TENSORS], names) if self._ranks.rank == 0 else None
+        for gathered in self._gathered():
+            if files:
+                named = {f"{PREFIX}{name}.weight": factor for name, factor in gathered.items()}
+                files.add(named)
+        try:
+            yield
+        finally:
+            if files:
+                with atomic.storage(folder):
+                    files.finish()
+                    (folder / ADAPTER_CONFIG).write_text(json.dumps(self._peft(model), indent=2))
+
+    def _gathered(self) -> Iterator[dict[str, Tensor]]:
+        """Yield whole factors by name, of one matrix at a time; all ranks must run to the end."""
+        for each in self._adapters():
+            a, b, group = each.a.data, each.b.data, self._ranks.tensor_group
+            a, b = (whole(a, 1, group), b) if each.split else (a, whole(b, 0, group))
+            yield {f"{each.source}.lora_A": a.contiguous(), f"{each.source}.lora_B": each.rows.of_matrix(b)}
+        for expert in self._of_experts():
+            yield from expert.gathered()
+
+    @property
+    def _sources(self) -> list[str]:
+        """Return the names of all matrices."""
+        of_experts = (source for each in self._of_experts() for source in each.sources)
+        return [*(each.source for each in self._adapters()), *of_experts]
 
     def _peft(self, model: Path) -> dict[str, object]:
-        sources = [*(each.source for each in self._adapters()), *(each.source for each in self._of_experts())]
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -304,7 +307,7 @@ class Adapters:
             "lora_alpha": self._settings.lora_alpha,
             "lora_dropout": 0.0,
             "bias": "none",
-            "target_modules": sorted({source.rpartition(".")[2] for source in sources}),
+            "target_modules": sorted({source.rpartition(".")[2] for source in self._sources}),
             "inference_mode": True,
         }
 

@@ -70,7 +70,7 @@ class TensorFiles:
     """Spread tensors over files, each to the shortest with room in its header, and write them in threads."""
 
     def __init__(self, paths: Sequence[Path], names: Sequence[str]) -> None:
-        """Open the files; `names` are all that may be added."""
+        """Open the files, and make their folders; `names` are all that may be added."""
         entries = [len(name) + ENTRY for name in names]
         self._share = -(-sum(entries) // len(paths))
         """Bytes of a header that end a batch. Some file has as many left, and those of one tensor more."""
@@ -83,6 +83,7 @@ class TensorFiles:
         """Bytes of all tensors."""
         try:
             for path in paths:
+                path.parent.mkdir(exist_ok=True)
                 self._files[path] = TensorFile(path, room)
         except OSError as error:
             self._writer.failure = error  # raised by `finish`
