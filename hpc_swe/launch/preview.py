@@ -58,7 +58,7 @@ def cost_tables(plan: RunPlan) -> list[RenderableType]:
             found.append(f"{role}: memory not known: no model can be read, or this {part} estimates none")
     if costs.host:
         least = Part("at least", "", sum(part.bytes for part in costs.host))
-        found += _memory(MemoryEstimate(HOST, [*costs.host], least, []), BESIDE)
+        found += _memory(MemoryEstimate(HOST, [*costs.host], least, [_host_verdict(plan)]), BESIDE)
     return [*found, *([_disk(costs.disk)] if costs.disk else [])]
 
 
@@ -73,6 +73,15 @@ def _verdict(need: GpuNeed) -> str:
         return f"{need.what}: may run out of memory: {need.verdict}, and its allocator up to 15 % more"
     chosen = f'; policy.recompute = "auto" will take {need.chosen!r}' * bool(need.chosen)
     return f"{need.what}: fits: {need.verdict}{chosen}"
+
+
+def _host_verdict(plan: RunPlan) -> str:
+    """Say whether a node gives the learner's job what it keeps there."""
+    needed, grant = sum(part.bytes for part in plan.costs.host) / GIB, plan.jobs["learner"].memory_grant
+    if not grant:
+        return "host memory: no verdict, since no key of the configuration says how much the job gets"
+    fits = "fits" if needed <= grant.gib else "does not fit"
+    return f"host memory: {fits}: the job keeps at least {needed:.1f} GiB, and executor.{grant.key}"
 
 
 def _jobs(plan: RunPlan) -> RenderableType:

@@ -423,6 +423,19 @@ def test_a_dry_run_compares_what_is_needed_with_what_a_gpu_has(tmp_path, read, g
     assert next(each for each in found if str(each).startswith("learner:")).startswith(said)
 
 
+@pytest.mark.parametrize(
+    ("gb", "said"),
+    [
+        (400, "fits: the job keeps at least 45.8 GiB, and executor.roles.learner.mem_gb = 400"),
+        (40, "does not fit: the job keeps at least 45.8 GiB, and executor.roles.learner.mem_gb = 40"),
+    ],
+)
+def test_a_dry_run_compares_host_memory_with_what_a_job_asks_for(tmp_path, read, gb, said):
+    words = ["policy.dtype=bfloat16", "policy.offload_optimizer=1", f"executor.roles.learner.mem_gb={gb}"]
+    found = preview.cost_tables(RunPlan(RunDir(tmp_path / "run"), read(*words)))
+    assert f"host memory: {said}" in found
+
+
 def test_a_dry_run_without_a_model_says_why_no_memory_is_known(tmp_path, read):
     found = preview.cost_tables(RunPlan(RunDir(tmp_path / "run"), read(f"model={tmp_path}")))
     assert "learner: memory not known: no model can be read, or this policy estimates none" in found
