@@ -28,6 +28,7 @@ COMMANDS = {
     "make_bugs": "make buggy programs from code that works",
     "select_rows": "keep the tasks that a model sometimes solves",
     "export_episodes": "write rewarded episodes as rows to train on",
+    "unpack_model": "write a text model in bfloat16, from FP8 or from beside a model of images",
     "benchmarks.learner": "measure steps of the learner",
     "benchmarks.loop": "compare runs over equally many samples",
 }

@@ -17,6 +17,7 @@ WITH_DELTA_NETS = ("qwen3_5", "qwen3_5_text", *WITH_SHARED_EXPERTS)
 WRAPPED = ("qwen3_5", "qwen3_5_moe")
 """Types of models of text and images; the configuration of the text model is their text_config."""
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "ministral3": {"head_dim": 128},
     "mistral": {"sliding_window": 4096},
     "qwen3_5_moe": {"norm_topk_prob": True},
     "qwen3_5_moe_text": {"norm_topk_prob": True},

@@ -28,6 +28,7 @@ KNOWN = (
     "granite",
     "granitemoehybrid",
     "llama",
+    "ministral3",
     "mistral",
     "phi3",
     "qwen2",
@@ -40,6 +41,7 @@ KNOWN = (
     "seed_oss",
     "smollm3",
 )
+UNPACK = "python -m hpc_swe.unpack_model MODEL --out NEW"
 NEEDED = (
     "num_hidden_layers",
     "hidden_size",
@@ -170,10 +172,11 @@ class ModelShape:
     def as_stored(self, names: Container[str]) -> "ModelShape":
         """Return the shape with the form of experts that a folder has whose tensors have these names.
 
-        Qwen3.5-MoE is published with all experts of a layer in one tensor, and may be saved otherwise.
+        Qwen3.5-MoE is published with all experts of a layer in one tensor, Qwen3-MoE with each of them apart,
+        and both may be saved otherwise.
         """
         fused = f"{self.prefix}layers.0.mlp.experts.gate_up_proj"
-        return replace(self, has_fused_experts=self.shared_ffn > 0 and fused in names)
+        return replace(self, has_fused_experts=self.experts > 0 and fused in names)
 
     @property
     def attention_layers(self) -> int:
@@ -340,9 +343,10 @@ def _ffn_keys(config: dict[str, Any]) -> tuple[str, ...]:
 def _refuse_unknown(path: Path, config: dict[str, Any]) -> None:
     kind = config.get("model_type")
     if kind not in KNOWN:
+        more = f"; {UNPACK} writes its text model" * (kind == "mistral3")
         raise ConfigError(
-            f"model: {path} has model_type {kind!r}; supported: {', '.join(KNOWN)}; an evaluation may take "
-            "others, and docs/your_model.md says how to add a family"
+            f"model: {path} has model_type {kind!r}; supported: {', '.join(KNOWN)}{more}; an evaluation may "
+            "take others, and docs/your_model.md says how to add a family"
         )
     needed = [*(["text_config"] if kind in WRAPPED else []), *NEEDED, *_ffn_keys(config)]
     needed += ["head_dim"] if kind == "qwen3" else []  # transformers would take 128, whatever the tensors are
@@ -351,7 +355,7 @@ def _refuse_unknown(path: Path, config: dict[str, Any]) -> None:
     needed += MULTIPLIERS if kind in GRANITE else ()
     if missing := [key for key in needed if config.get(key) is None]:
         raise ConfigError(f"model: {path} has no {', '.join(missing)}; add what the model was trained with")
-    window = "sliding_window" if kind in ("mistral", "phi3") else "use_sliding_window"
+    window = "sliding_window" if kind in ("ministral3", "mistral", "phi3") else "use_sliding_window"
     is_hybrid = kind == "granitemoehybrid"
     unsupported = {
         window: bool(config.get(window)),
@@ -378,7 +382,8 @@ def _refuse_unknown(path: Path, config: dict[str, Any]) -> None:
         }
     if any(unsupported.values()):
         names = ", ".join(name for name, present in unsupported.items() if present)
-        raise ConfigError(f"model: {path} sets {names}, which is not supported")
+        more = f"; {UNPACK} unpacks FP8 numbers" * unsupported["quantization_config"]
+        raise ConfigError(f"model: {path} sets {names}, which is not supported{more}")
 
 
 def _has_known_layers(config: dict[str, Any]) -> bool:

@@ -16,6 +16,8 @@ NEEDED = {
     "llama3": ("rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("rope_theta",),
 }
+QUERY_BETA, ENGINE_KEY = "llama_4_scaling_beta", "llama_4_scaling"
+"""How Ministral 3 scales queries: among rope_parameters, where transformers reads it, and where vLLM does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,9 @@ class Rope:
     """Factor of cosines and sines."""
     share: float = 1.0
     """Share of a head's dimensions that turn, the first ones; the others have no position."""
+
+    query_beta: float = 0.0
+    """Queries at position p count 1 + query_beta * log(1 + p // original_length) times."""
 
     @classmethod
     def read(cls, config: Mapping[str, Any], where: str) -> "Rope":
@@ -72,7 +77,7 @@ class Rope:
                 f"{where} has no {', '.join(missing)} for its rope_type {kind!r}; add what the model was "
                 "trained with"
             )
-        more = _scaling(where, kind, found, config)
+        more = _scaling(where, kind, found, config) | _query_scaling(where, found, config)
         return cls(kind=kind, theta=float(found["rope_theta"]), share=share, **more)
 
 
@@ -118,6 +123,20 @@ def _scaling(where: str, kind: str, found: Mapping[str, Any], config: Mapping[st
         "truncate": bool(found.get("truncate", True)),
         "attention_factor": _attention_factor(found, common["factor"]),
     }
+
+
+def _query_scaling(where: str, found: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    if config.get("model_type") != "ministral3":
+        return {}
+    key = "original_max_position_embeddings"
+    beta, length = found.get(QUERY_BETA), found.get(key)
+    if beta is None or length is None or config.get(ENGINE_KEY) != {"beta": beta, key: length}:
+        raise ConfigError(
+            f"{where} must have rope_parameters.{QUERY_BETA} and {key}, which transformers reads, and "
+            f"{ENGINE_KEY} = {{beta, {key}}} with the same numbers, which vLLM reads; "
+            "`python -m hpc_swe.unpack_model` writes both, from a folder as it is published"
+        )
+    return {"query_beta": float(beta), "original_length": length}
 
 
 def _attention_factor(found: Mapping[str, Any], factor: float) -> float:

@@ -1,6 +1,6 @@
 """Compare what vLLM samples with the learner and with transformers, before and after swaps of the weights.
 
-    python -m tests.gpu.engines [dense] [qwen2] [llama] [mistral] [experts] [lora]
+    python -m tests.gpu.engines [dense] [qwen2] [llama] [mistral] [ministral] [experts] [lora]
                                 [granite] [granite4] [seed] [smollm3] [phi]
                                 [delta-net] [delta-moe] [lora-moe]
                                 [qwen2-2] [experts-2] [lora-2]
@@ -8,10 +8,11 @@
 starts one engine for each case; a case that ends in -2 has an engine of two workers. The learner exports, the
 engine serves and samples, the learner trains on the samples, and the engine loads the new weights: first as a
 delta, then as a full snapshot. In the cases lora the learner trains adapters, and a delta holds these. The
-model of llama scales positions as Llama 3.1 does, and that of mistral by YaRN; all answers lie beyond the
-context of pretraining that these assume. Each line compares log-probabilities of sampled tokens: their mean
-distance from transformers in float32, that of the learner from both, and what bfloat16 does to transformers
-itself; then those of the text that was trained, with the weights after the step and with those before it.
+model of llama scales positions as Llama 3.1 does, and those of mistral and ministral by YaRN, the last one
+queries, too; all answers lie beyond the context of pretraining that these assume. Each line compares
+log-probabilities of sampled tokens: their mean distance from transformers in float32, that of the learner
+from both, and what bfloat16 does to transformers itself; then those of the text that was trained, with the
+weights after the step and with those before it.
 Weights are random. Where the engine returns the experts of each token (on a GPU), a second line has everybody
 else use these. It exits with 1 if a distance is above its limit, the old weights explain the new text, or an
 engine on a GPU lets vLLM load all weights anew. The log of each engine stays in the folder for temporary
@@ -55,7 +56,10 @@ GPU = Vllm(
     gpu_memory_share=0.1,
     environ={"VLLM_USE_FLASHINFER_SAMPLER": "0"},
 )
-ALONE, PAIRS = ("dense", "qwen2", "llama", "mistral", "experts", "lora"), ("qwen2-2", "experts-2", "lora-2")
+ALONE, PAIRS = (
+    ("dense", "qwen2", "llama", "mistral", "ministral", "experts", "lora"),
+    ("qwen2-2", "experts-2", "lora-2"),
+)
 ALONE += ("granite", "granite4", "seed", "smollm3", "phi", "delta-net", "delta-moe", "lora-moe")
 CASES = dict.fromkeys(ALONE, 1) | dict.fromkeys(PAIRS, 2)
 """Name of a case -> number of its engine's workers."""
@@ -100,11 +104,16 @@ HYBRID = LARGE | tiny.HYBRID | {
 # Answers begin after the original 16 tokens. vLLM has YaRN's angles of `factor` times as many positions only.
 LLAMA3 = {"rope_parameters": tiny.LLAMA3 | {"original_max_position_embeddings": 16}}
 YARN = {"rope_parameters": tiny.YARN | {"factor": 128.0}, "max_position_embeddings": 2048}
+SCALED = {
+    "rope_parameters": tiny.MINISTRAL["rope_parameters"] | {"factor": 128.0, "apply_yarn_scaling": False}
+}
+MINISTRAL = (NEMO if CUDA else SMALL | {"head_dim": 64}) | YARN | {"llama_4_scaling": tiny.SCALED} | SCALED
 SHAPES = {
     "dense": ("Qwen3", QWEN3 if CUDA else SMALL | {"head_dim": 32}),
     "qwen2": ("Qwen2", QWEN2 if CUDA else SMALL),
     "llama": ("Llama", (LLAMA if CUDA else SMALL) | LLAMA3),
     "mistral": ("Mistral", (NEMO if CUDA else SMALL | {"head_dim": 64}) | YARN | {"sliding_window": None}),
+    "ministral": ("Ministral3", MINISTRAL | tiny.NO_TOKENS),
     "granite": ("Granite", SMALL | tiny.MULTIPLIERS),
     "granite4": ("GraniteMoeHybrid", SMALL | tiny.MULTIPLIERS | tiny.GRANITE4 | {"num_hidden_layers": 4}),
     "seed": ("SeedOss", SMALL | tiny.UNDISTURBED | {"head_dim": 32}),

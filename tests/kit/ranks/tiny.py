@@ -47,7 +47,15 @@ HYBRID = {  # three layers of delta nets, and one of attention
     "linear_value_head_dim": 8,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
 }
+FUSED = {"hybrid-moe": "hybrid-fused", "moe": "moe-fused"}
+"""Model whose experts are apart in files -> the same with all experts of a layer in one tensor."""
 NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+SCALED = {"beta": 0.3, "original_max_position_embeddings": 16}
+MINISTRAL = {
+    "head_dim": 16,
+    "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3},
+    "llama_4_scaling": SCALED,  # which vLLM reads
+}
 GRANITE4 = {
     "shared_intermediate_size": 96,
     "num_local_experts": 0,
@@ -82,6 +90,7 @@ def make_models(folder: Path) -> dict[str, Path]:
         "qwen2": ("Qwen2", {"tie_word_embeddings": False}),
         "llama": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
         "mistral": ("Mistral", {"head_dim": 16, "sliding_window": None, "rope_parameters": YARN}),
+        "ministral": ("Ministral3", NO_TOKENS | MINISTRAL),
         "hybrid": ("Qwen3_5", HYBRID | {"tie_word_embeddings": False}),
         "tied-hybrid": ("Qwen3_5", HYBRID | {"tie_word_embeddings": True}),
         "hybrid-moe": ("Qwen3_5Moe", HYBRID | EXPERTS | {"shared_expert_intermediate_size": 48}),
@@ -95,8 +104,8 @@ def make_models(folder: Path) -> dict[str, Path]:
     }
     for name, (family, more) in families.items():
         save_random(folder / name, family, SIZES | more, change=move)
-        if name == "hybrid-moe":  # as it is published
-            save_random(folder / "hybrid-fused", family, SIZES | more, change=move, fused=True)
+        if name in FUSED:
+            save_random(folder / FUSED[name], family, SIZES | more, change=move, fused=True)
         (folder / name / "tokenizer.json").write_text("{}")
         (folder / name / "chat_template.jinja").write_text("{{ messages }}")
     sharded = folder / "sharded"

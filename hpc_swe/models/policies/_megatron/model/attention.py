@@ -31,7 +31,10 @@ class SequenceAttention(SelfAttention):  # type: ignore[misc]
             cosines, sines = torch.ones_like(cosines), torch.zeros_like(sines)
 
         def heads(mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return rotated_heads(mixed.squeeze(1), groups, norms, cosines, sines)
+            query, *others = rotated_heads(mixed.squeeze(1), groups, norms, cosines, sines)
+            if packing.query_scales is not None:
+                query = (query * packing.query_scales).to(query.dtype)
+            return query, *others
 
         return self._attended(packing, cheap, *cheap(heads, costly(self._mixed, hidden)))
 

@@ -57,6 +57,8 @@ class Packing:
     cosines: Tensor
     """[tokens, 1, n], of the angles of this rank's tokens, by their positions in their sequences."""
     sines: Tensor
+    query_scales: Tensor | None
+    """float32 [tokens, 1, 1], factors of queries; None where all are 1."""
     rows: Tensor
     """int64 [n], positions among this rank's tokens whose next token is trained."""
     targets: Tensor
@@ -81,7 +83,7 @@ class Packer:
         self.facts = Facts.find(dtype, shape.head_dim)
         self.kernels = choose(self.facts)
         self._has_kernels = shape.delta is not None and self.kernels != "torch"
-        self._dtype, self._multiple, self._scale = dtype, multiple * parts, shape.rope.attention_factor
+        self._dtype, self._multiple, self._rope = dtype, multiple * parts, shape.rope
         self._rank, self._parts = rank, parts
         self._frequencies = frequencies(shape.rope, shape.head_dim).to(device())
 
@@ -99,21 +101,30 @@ class Packer:
         positions = np.concatenate([np.arange(length, dtype=np.float32) for length in padded])
         angles = upload(positions)[:, None] * self._frequencies
         angles = torch.cat((angles, angles), dim=-1)[:, None]
-        angles = angles[self._rank * part : (self._rank + 1) * part]
+        mine = slice(self._rank * part, (self._rank + 1) * part)
+        angles, scale = angles[mine], self._rope.attention_factor
         first, last = np.searchsorted(trained, np.array([self._rank, self._rank + 1]) * part + 1).tolist()
         own = trained[first:last]
         packing = Packing(
             borders=Borders(padded, Ends.of(padded, device()) if self._has_kernels else None),
             kernels=self.kernels,
             blocks=self._blocks(padded),
-            cosines=(angles.cos() * self._scale).to(self._dtype),
-            sines=(angles.sin() * self._scale).to(self._dtype),
+            cosines=(angles.cos() * scale).to(self._dtype),
+            sines=(angles.sin() * scale).to(self._dtype),
+            query_scales=self._query_scales(positions, mine),
             rows=upload(own.astype(np.int64) - 1 - self._rank * part),
             targets=upload(ids[own]),
             trained=len(trained),
             trained_before=first,
         )
-        return upload(ids[self._rank * part : (self._rank + 1) * part])[None], packing
+        return upload(ids[mine])[None], packing
+
+    def _query_scales(self, positions: NDArray[np.float32], mine: slice) -> Tensor | None:
+        rope = self._rope
+        if not rope.query_beta or positions.max() < rope.original_length:
+            return None
+        turns = (upload(positions[mine]) / rope.original_length).floor()
+        return (1 + rope.query_beta * torch.log(1 + turns))[:, None, None]
 
     def part_of(self, tokens: int) -> int:
         """Return how many tokens each rank has of a microbatch of so many, with padding."""
