@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 from tests.gpu import engines  # noqa: E402
 from tests.kit.checkout import ROOT, environment  # noqa: E402
 
-ON_CPUS = ("qwen2-2", "mistral", "experts", "delta-net", "delta-moe", "lora-moe")
+ON_CPUS = ("qwen2-2", "ministral", "experts", "delta-net", "delta-moe", "lora-moe")
 CASES = [case for case in engines.CASES if case in ON_CPUS or engines.CUDA]
 
 
