@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from hpc_swe import __version__
 from hpc_swe.__main__ import COMMANDS
 from hpc_swe.base.cli import BROKEN_PIPE
-from tests.kit.checkout import ROOT, typed
+from tests.kit.checkout import ROOT, started, typed
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -105,7 +105,7 @@ VERBS = [("launch", verb) for verb in ("start", "tick", "keys", "stop")]
 @pytest.mark.slow  # it starts each command
 @pytest.mark.parametrize("words", [*((name,) for name in COMMANDS), *VERBS], ids=" ".join)
 def test_the_help_of_a_command_explains_every_argument(words: tuple[str, ...]) -> None:
-    done = said(*words, "--help")
+    done = started("hpc_swe", *words, "--help", COLUMNS="200")
     text = re.sub(r"\n {15,}", "  ", done.stdout.partition("examples:")[0])  # wrapped lines
     assert done.returncode == 0, done.stderr
     assert f"usage: python -m hpc_swe.{words[0]}" in text

@@ -8,7 +8,7 @@ import pytest
 from hpc_swe.base.metrics import Log
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.tracking import FOLDERS, Tracking
-from tests.kit.checkout import typed
+from tests.kit.checkout import started
 
 STAND_IN = """
 import json, os
@@ -75,6 +75,6 @@ def test_a_tracker_that_fails_costs_one_warning_and_no_training(tmp_path, monkey
 def test_a_tracker_that_is_not_installed_is_refused_by_the_start(tmp_path):
     (tmp_path / "wandb").mkdir()  # what W&B keeps is no package
     words = (f"model={tmp_path}", "tracker=wandb", "--run", tmp_path / "run", "--dry-run")
-    done = typed("hpc_swe.launch", "start", "configs/demo.toml", *words, PYTHONPATH=str(tmp_path))
+    done = started("hpc_swe.launch", "start", "configs/demo.toml", *words, PYTHONPATH=str(tmp_path))
     assert done.returncode == 2
     assert "has no such package; pip install wandb, or leave the key out" in done.stderr

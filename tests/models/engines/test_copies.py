@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.kit.checkout import typed
+from tests.kit.checkout import started
 from tests.kit.engine_kit import SIZES
 from tests.kit.random_model import save_random
 
@@ -43,7 +43,7 @@ def test_values_are_changed_where_vllms_loader_puts_them(tmp_path: Path) -> None
         (tmp_path / case).mkdir()
         save_random(tmp_path / case / "old", family, shape | more, 0, change, fused=case == "fused")
         save_random(tmp_path / case / "new", family, shape | more, 0, alter, fused=case == "fused")
-    done = typed("tests.kit.recorded_copies", *(tmp_path / case for case in cases), **SIMPLE)
+    done = started("tests.kit.recorded_copies", *(tmp_path / case for case in cases), **SIMPLE)
     found = [line for line in done.stdout.splitlines() if line.startswith(cases)]
     assert found == [f"{case} all bits are equal" for case in cases], done.stderr[-5000:]
 
@@ -52,7 +52,7 @@ def test_experts_are_written_in_place_where_kernels_take_them_as_loaded(tmp_path
     """Otherwise each new version of a model with experts would be loaded anew, which takes minutes."""
     shape = SIZES | FEW | {"tie_word_embeddings": False}
     model = save_random(tmp_path / "model", "Qwen3Moe", shape, 0)
-    done = typed("tests.kit.plain_layers", model, **SIMPLE)
+    done = started("tests.kit.plain_layers", model, **SIMPLE)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found.pop("experts") == SIZES["num_hidden_layers"]
