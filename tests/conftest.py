@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -40,6 +41,13 @@ SMALL = [
     "lease.ttl_s=8.0",
     "poll_s=0.2",
 ]
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file of slow tests alone, which may load PyTorch, where no slow test is wanted."""
+    if "not slow" not in config.option.markexpr or collection_path.suffix != ".py":
+        return None
+    return bool(re.search(r"^pytestmark = .*\bslow\b", collection_path.read_text(), re.MULTILINE)) or None
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,7 +6,8 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 kind="not cluster" at_once=$(($(nproc) + 3)) # since many tests wait, and the clusters most
-[ "${1:-}" = quick ] && kind="not slow and not cluster"
+# All parts of quick at once: they are short, and the longest would run alone at the end.
+[ "${1:-}" = quick ] && kind="not slow and not cluster" at_once=$(($(nproc) + 8))
 unset PYTHONDONTWRITEBYTECODE # or each of some thousand processes compiles the project once more
 export OMP_NUM_THREADS=1 # or torch's threads spin on cores that the other parts use
 shared=$(mktemp -d)
