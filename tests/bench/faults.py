@@ -1,21 +1,15 @@
-"""What clusters do to jobs, done to one run; the table says what it cost. Needs root.
-
-    python -m tests.bench.faults [ROW ...]
+"""What clusters do to jobs, done to one run by tests/cluster/test_faults.py; the table says what it cost.
 
 A row's clock starts with the fault, and stops when the jobs of the roles that were hit run again, beat, and
 new optimizer steps were made. Where recovery is the run's own affair nobody ticks meanwhile; elsewhere one
 tick is called every five seconds.
 """
 
-import argparse
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from tests.kit.cluster import run_kit
 from tests.kit.cluster.hosts import PATIENCE_S
 from tests.kit.cluster.run_kit import Books, Job, Run
 
@@ -292,23 +286,3 @@ def markdown(rows: list[Row]) -> str:
     cells = [(r.fault, r.by, f"{r.seconds:.0f}", str(r.lost), str(r.twice), str(r.steps_lost)) for r in rows]
     lines = [COLUMNS, tuple("---" for _ in COLUMNS), *cells]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.faults", description=__doc__.splitlines()[0])
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"all by default; {', '.join(FAULTS)}")
-    parser.add_argument("--out", type=Path, help="a file for the table")
-    arguments = parser.parse_args()
-    began = time.monotonic()
-    names = arguments.rows or list(FAULTS)
-    with run_kit.running(reward_min=2 if "walltime" in names else 30) as run:
-        table = markdown(measure(run, names))
-        print(end(run))
-    print(f"{table}\n\n{time.monotonic() - began:.0f} s in all")
-    if arguments.out:
-        arguments.out.write_text(f"{table}\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,48 +1,26 @@
 """Types what README.md and docs/*.md tell people to type, as far as this machine can.
 
-    python -m tests.docs.commands [FILE ...]
-
 Each command of a block has its program, options and files looked up. What has a plan (`make -n`, the demo's
-`--dry-run`) is planned as well. What needs a cluster, a run or the network is named with that reason.
+`--dry-run`) is planned as well. What needs a cluster, a run or the network is not run.
 """
 
-import contextlib
 import os
 import re
-import runpy
 import shlex
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tests.kit.checkout import ROOT
-from tests.kit.crash import FORK
+from tests.kit.checkout import ROOT, typed
 
 GENERATED = ROOT / "docs/commands.md"
 PAGES = [ROOT / "README.md", *sorted({*(ROOT / "docs").glob("*.md")} - {GENERATED})]
-PROGRAMS = {
-    "apptainer": "needs images of a registry",
-    "crontab": "would change this user's table",
-    "kill": "needs a run",
-    "ls": "needs a run",
-    "pip": "installs from the network",
-    "python": "is a program of others, or of the page's own",
-    "python3": "makes another environment",
-    "sbatch": "needs a cluster",
-    "scancel": "needs a cluster",
-    "scontrol": "needs a cluster",
-    "squeue": "needs a cluster",
-    "ssh": "needs another machine",
-    "tensorboard": "does not end by itself",
-    "touch": "needs a run",
-    "vllm": "needs a model, and does not end by itself",
-}
-"""Programs of others, and why they are not run here."""
+PROGRAMS = {"apptainer", "crontab", "kill", "ls", "pip", "python", "python3", "sbatch", "scancel", "scontrol"}
+PROGRAMS |= {"squeue", "ssh", "tensorboard", "touch", "vllm"}
+"""Programs of others. They are not run here: they need a run, a cluster or a network, or change something."""
 PLACES = re.compile(r"(?:configs|containers|docs|hpc_swe|jobs|sbatch|tests)/[\w./-]+")
 OWN = re.compile(r"(?:make|hpc-swe|python -m (?:hpc_swe|jobs|tests)\.\S+|(?:sbatch|tests)/\S+) \S")
 SETTING = re.compile(r"[A-Z_][A-Z0-9_]*=")
@@ -115,13 +93,13 @@ def judge(command: Command, scratch: Path) -> tuple[str, str]:
         return python(words[2], words[3:], scratch)
     if (ROOT / words[0]).is_file() and not words[0].startswith(".venv"):
         return "looked up", "" if os.access(ROOT / words[0], os.X_OK) else f"{words[0]} cannot be run"
-    return f"not run: {PROGRAMS.get(Path(words[0]).name, 'is no program of ours')}", ""
+    return "not run", ""
 
 
 def python(module: str, words: list[str], scratch: Path) -> tuple[str, str]:
     """Ours are run by a plan where they have one; of all, the options must be known."""
     if not module.startswith(("hpc_swe", "jobs", "tests")):
-        return "not run: is no program of ours", ""
+        return "not run", ""
     unknown = [w for w in words if w.startswith("--") and w.partition("=")[0] not in help_of(module, words)]
     if unknown:
         return "looked up", f"{module} knows no {', '.join(unknown)}"
@@ -150,20 +128,7 @@ def help_of(module: str, words: list[str]) -> str:
 
 @cache
 def said(module: str, *verb: str) -> str:
-    with tempfile.TemporaryFile("w+") as file:
-        child = FORK.Process(target=speak, args=(file.fileno(), module, *verb, "--help"))
-        child.start()
-        child.join(LIMIT_S)
-        file.seek(0)
-        return file.read()
-
-
-def speak(output: int, module: str, *words: str) -> None:
-    """Be a command: a fork of this process has most of what it imports."""
-    os.chdir(ROOT)
-    sys.argv = [module, *words]
-    with os.fdopen(output, "w", closefd=False) as file, contextlib.redirect_stdout(file):
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return typed(module, *verb, "--help").stdout
 
 
 def failure(line: list[str]) -> str:
@@ -172,22 +137,3 @@ def failure(line: list[str]) -> str:
     return (
         "" if done.returncode == 0 else f"exit code {done.returncode}: {(done.stderr or done.stdout)[-300:]}"
     )
-
-
-def main(pages: list[Path]) -> int:
-    scratch, wrong = Path(tempfile.mkdtemp(prefix="commands-")), 0
-    try:
-        for command in (each for page in pages for each in commands(page)):
-            how, complaint = judge(command, scratch)
-            wrong += bool(complaint)
-            print(f"{command.page}:{command.number}: {how}: {command.text}", flush=True)
-            if complaint:
-                print(f"    WRONG: {complaint}", flush=True)
-    finally:
-        shutil.rmtree(scratch)
-    print(f"{wrong} wrong")
-    return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main([Path(word).absolute() for word in sys.argv[1:]] or PAGES))
