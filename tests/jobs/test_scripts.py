@@ -68,9 +68,8 @@ def script(
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_every_script_is_short_executable_and_parses(path: Path) -> None:
+def test_every_script_is_short_and_parses(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 28
-    assert os.access(path, os.X_OK)
     subprocess.run(["bash", "-n", path], check=True)
 
 

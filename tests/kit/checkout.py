@@ -51,7 +51,6 @@ def _be(line: list[str], folder: Path, environ: dict[str, str], output: IO[str],
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(folder)
-    sys.path.insert(0, str(folder))
     sys.argv = line
     runpy.run_module(line[0], run_name="__main__", alter_sys=True)
 

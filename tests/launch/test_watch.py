@@ -139,6 +139,15 @@ def test_the_deadline_holds_while_the_scheduler_is_silent(run):
         watch(run, config(scheduler), 0.0)
 
 
+def test_an_interrupt_leaves_the_jobs_of_a_cluster(run):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        watch(run, config(Scripted(interrupt, jobs=[RUNNING])), WAIT_S, stop_on="deadline")
+    assert not run.stop.exists()
+
+
 @pytest.fixture
 def learning(run):
     """A run whose learner has taken steps since its last checkpoint, and a command that Ctrl-C ends."""

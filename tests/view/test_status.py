@@ -22,7 +22,7 @@ from hpc_swe.config import config as configuration
 from hpc_swe.launch import control
 from hpc_swe.launch.view import Queue, RunReader, RunView
 from hpc_swe.view.status import LINES, _drawn, render
-from tests.kit.checkout import ROOT, typed
+from tests.kit.checkout import ROOT
 from tests.kit.constants import NOBODY, empty_model
 
 DESIRED = {"coordinator": 1, "learner": 1, "inference": 4, "rollout": 16, "reward": 4}
@@ -290,13 +290,6 @@ def test_a_coordinator_is_silent_by_its_reports_and_not_by_clocks(run, read, ske
     found = RunReader(run, config).look_twice()
     is_over.set()
     assert ("has not reported for 2 h" in screen(found)) == (not lives)
-
-
-def test_status_of_what_is_no_run_is_one_line(tmp_path):
-    done = typed("hpc_swe.status", tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert "no run here" in done.stderr
 
 
 @pytest.mark.slow

@@ -346,18 +346,16 @@ def test_view_goes_to_the_last_line_for_an_end_that_is_none(sandbox, end):
 
 
 @pytest.mark.parametrize(
-    ("files", "command", "message"),
+    ("files", "command"),
     [
-        ({}, "#!/bin/bash\nset -uxo pipefail\necho 'it\n", "There are no visible tests."),
-        ({}, "./tests/runtests.py --verbosity 2 test_mod.py", "There are no visible tests."),
-        ({}, "python -m pytest -q", "There are no visible tests."),
-        ({}, "python -m pytest -q test_mod.py", "There are no visible tests."),
-        (TASK.files, "make test", "There are no visible tests."),
-        (TASK.files, "python -m pytest 'test_mod.py", "There are no visible tests."),
-        (TASK.files, "python -m pytest -q test_hidden.py tests", "There are no visible tests."),
+        ({}, "#!/bin/bash\nset -uxo pipefail\necho 'it\n"),
+        ({}, "python -m pytest -q"),
+        (TASK.files, "make test"),
+        (TASK.files, "python -m pytest 'test_mod.py"),
+        (TASK.files, "python -m pytest -q test_hidden.py tests"),
     ],
 )
-def test_evaluate_without_visible_tests_says_so_and_runs_nothing(files, command, message):
+def test_evaluate_without_visible_tests_says_so_and_runs_nothing(files, command):
     """Any other error would end the worker for good, and all tests of a repository could take hours."""
 
     class Unused:
@@ -366,7 +364,7 @@ def test_evaluate_without_visible_tests_says_so_and_runs_nothing(files, command,
     task = msgspec.structs.replace(
         TASK, files=files, tests=TestPlan(command=command, timeout_s=1.0, fail_to_pass=[])
     )
-    with pytest.raises(ToolError, match=message):
+    with pytest.raises(ToolError, match="There are no visible tests."):
         invoke(load("tools", {"type": "evaluate"}), "", Unused(), task)
 
 

@@ -12,14 +12,13 @@ import time
 import tomllib
 from collections import Counter
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from hpc_swe.base.errors import DeadlineError, HpcSweError, StorageError
+from hpc_swe.base.errors import DeadlineError, HpcSweError
 from hpc_swe.base.records import Endpoint, Node, StatusReport, WeightVersion
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic, submissions
@@ -27,12 +26,10 @@ from hpc_swe.base.store.parquet import evals, tasks
 from hpc_swe.base.store.parquet.evals import Attempt
 from hpc_swe.base.store.submissions import Started, Submitted
 from hpc_swe.cluster.executors.base import Job
-from hpc_swe.cluster.executors.local import Local
 from hpc_swe.config import config as configuration
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.launch import control, existing
 from hpc_swe.launch.view import Queue, RunView
-from hpc_swe.launch.watch import watch
 from hpc_swe.view import evaluate
 from hpc_swe.view.evaluation import results, start
 from hpc_swe.view.evaluation.progress import EvaluationProgress, StallDetector, progress_of
@@ -100,57 +97,6 @@ def configured(small: Small, *words: str) -> RunConfig:
         ROOT / "configs/demo.toml",
         overrides=[*start.OWN, *(word for word in small.words if "=" in word), *words],
     )
-
-
-class Elsewhere(Local, frozen=True, kw_only=True):
-    """As if its jobs ran on other machines."""
-
-    is_here: ClassVar[bool] = False
-
-
-@pytest.mark.parametrize(
-    ("kind", "error", "ends"),
-    [
-        ("local", KeyboardInterrupt(), True),
-        (f"{__name__}:Elsewhere", KeyboardInterrupt(), False),
-        (f"{__name__}:Elsewhere", StorageError("the watcher's own trouble"), False),
-        (f"{__name__}:Elsewhere", DeadlineError("nothing moves"), True),
-    ],
-)
-def test_the_end_of_the_watch_ends_local_jobs_and_leaves_cluster_jobs(small, kind, error, ends):
-    config = configured(small, *NOBODY, f"executor={{type={kind!r}}}")
-    control.start(small.out, config)
-
-    def end(_) -> None:
-        raise error
-
-    stop_on = "error" if config.executor.is_here else "deadline"
-    with pytest.raises(type(error)):
-        watch(small.out, config, 60.0, end, stop_on=stop_on)
-    assert small.out.stop.exists() == ends
-
-
-class Held(Local, frozen=True, kw_only=True):
-    """A person holds a job of the run, and others wait for nodes."""
-
-    is_here: ClassVar[bool] = False
-    waiting: ClassVar[list[Job]] = []
-
-    def queue(self, run):
-        return list(self.waiting)
-
-    def cancel(self, jobs):
-        self.waiting[:] = [job for job in self.waiting if job.job not in jobs]
-
-
-def test_a_finished_evaluation_waits_for_no_job_in_the_queue(small):
-    """Its results would come days later, and then GPUs would start for nothing."""
-    config = configured(small, *NOBODY, f"executor={{type='{__name__}:Held'}}")
-    control.start(small.out, config)
-    small.out.finished.touch()
-    Held.waiting += [Job("rollout", "7", 1, "held", "JobHeldUser"), Job("reward", "8", 1, "waiting")]
-    assert start.evaluate(small.out, config, detach=False, console=Console())
-    assert Held.waiting == []
 
 
 def test_a_role_stuck_at_the_start_leaves_no_job_of_another_role(small, monkeypatch):
