@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_swe.base.errors import ConfigError
+from hpc_swe.base.store import atomic
 from hpc_swe.models.model_shape import read_json
 from hpc_swe.models.rope import ENGINE_KEY, QUERY_BETA, Rope
 from hpc_swe.models.weight_files import HEAD, IGNORED, INDEX, SINGLE, StoredTensor, locate
@@ -67,8 +68,9 @@ class UnpackedTensor:
             for piece in np.split(data, range(PIECE, len(data), PIECE)):
                 yield piece.data
             return
-        rows, columns = self.tensor.shape
-        (height, width), values = self.block, data.reshape(rows, columns)
+        (height, width), columns = self.block, self.tensor.shape[-1]
+        values = data.reshape(-1, columns)  # experts one below another
+        rows = len(values)
         step = min(height, max(1, PIECE // columns))
         for block, factors in enumerate(self.scales.repeat(width, 1)[:, :columns]):
             end = min(rows, (block + 1) * height)
@@ -80,7 +82,7 @@ class UnpackedTensor:
 def unpack(model: Path, target: Path) -> int:
     """Write a new folder, config.json last, and return how many tensors were in FP8.
 
-    Raise ConfigError if the model needs nothing of that, or cannot be unpacked.
+    Raise ConfigError if the model needs nothing of that, or cannot be unpacked, and StorageError.
     """
     config, stored = read_json(model / "config.json"), locate(model)
     quantized, wrapped = config.get("quantization_config"), config.get("model_type") in WRAPPERS
@@ -101,13 +103,14 @@ def unpack(model: Path, target: Path) -> int:
     text = _text_config(model, config)
     if wrapped:
         text["tie_word_embeddings"] = HEAD not in sources
-    target.mkdir(parents=True)
-    _write(target / SINGLE, sources)
-    for path in model.iterdir():
-        is_other = path.name in (INDEX, "config.json", "MANIFEST.json", *(OF_IMAGES if wrapped else ()))
-        if path.suffix in COMPANIONS and not is_other:
-            shutil.copyfile(path, target / path.name)
-    (target / "config.json").write_text(json.dumps(text, indent=2))
+    with atomic.storage(target):
+        target.mkdir(parents=True)
+        _write(target / SINGLE, sources)
+        for path in model.iterdir():
+            is_other = path.name in (INDEX, "config.json", "MANIFEST.json", *(OF_IMAGES if wrapped else ()))
+            if path.suffix in COMPANIONS and not is_other:
+                shutil.copyfile(path, target / path.name)
+        (target / "config.json").write_text(json.dumps(text, indent=2))
     return sum(source.scales is not None for source in sources.values())
 
 
@@ -142,9 +145,12 @@ def _source(stored: Mapping[str, StoredTensor], name: str, block: list[int] | No
         return UnpackedTensor(tensor)
     if scale is None:
         raise ConfigError(f"{tensor.path} has {name} in FP8, but no {name}{SCALE}; copy the model again")
-    height, width = block or tensor.shape
-    grid = (-(-tensor.shape[0] // height), -(-tensor.shape[1] // width))
-    if math.prod(scale.shape) != math.prod(grid) or scale.dtype not in ("BF16", "F32"):
+    *leading, columns = tensor.shape
+    rows = math.prod(leading)
+    height, width = block or (rows, columns)
+    grid = (-(-rows // height), -(-columns // width))
+    crosses = len(leading) > 1 and leading[-1] % height > 0  # a block would have rows of two experts
+    if crosses or math.prod(scale.shape) != math.prod(grid) or scale.dtype not in ("BF16", "F32"):
         raise ConfigError(
             f"{scale.path} has {name}{SCALE} of {list(scale.shape)} in {scale.dtype}, but config.json says "
             f"{list(grid)}, in BF16 or F32; copy the model again"
@@ -176,7 +182,7 @@ def _write(path: Path, sources: Mapping[str, UnpackedTensor]) -> None:
 
 
 def _text_config(model: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what config.json says of the text model, in bfloat16."""
+    """Return what config.json says, in bfloat16; where a wrapper goes, of the text model alone."""
     found, kinds, where = dict(config), WRAPPERS.get(config["model_type"]), model / "config.json"
     if kinds:
         found |= config.get("text_config") or {}
@@ -184,11 +190,12 @@ def _text_config(model: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         if kind not in kinds:
             raise ConfigError(f"{where}: text_config.model_type = {kind!r} is none of {', '.join(kinds)}")
         found["architectures"] = [kinds[kind]]
-    for key in ("quantization_config", "text_config", "vision_config", "dtype"):
-        found.pop(key, None)
+        del found["text_config"]
+        found.pop("vision_config", None)
     if found["model_type"] == "ministral3":
         found |= _positions(where, found)
-    return found | {"torch_dtype": "bfloat16"}
+    found.pop("quantization_config", None)
+    return found | {"torch_dtype" if "torch_dtype" in found else "dtype": "bfloat16"}
 
 
 def _positions(where: Path, config: Mapping[str, Any]) -> dict[str, Any]:

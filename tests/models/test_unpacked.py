@@ -18,6 +18,7 @@ from hpc_swe.base.errors import ConfigError  # noqa: E402
 from hpc_swe.models.model_shape import ModelShape  # noqa: E402
 from hpc_swe.models.unpacked import E4M3, bfloat16, unpack  # noqa: E402
 from hpc_swe.models.weight_files import require_tensors  # noqa: E402
+from tests.kit.random_model import save_wrapped  # noqa: E402
 from tests.kit.ranks import tiny  # noqa: E402
 
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -99,22 +100,29 @@ def test_a_published_devstral_becomes_a_text_model_that_all_read_alike(published
 
 
 def test_blocks_with_scales_of_their_own_are_unpacked_in_any_family(tmp_path):
-    """As Qwen3 is published in FP8; the last block of a tensor may be smaller."""
-    folder = tmp_path / "m"
-    tiny.save_random(folder, "Qwen3", tiny.SIZES | {"head_dim": 16})
+    """Also where a wrapper stays, experts are one tensor, and the last block of another tensor is smaller."""
+    text = tiny.SIZES | tiny.HYBRID | tiny.EXPERTS | {"tie_word_embeddings": False}
+    text |= {"shared_expert_intermediate_size": 48}
+    folder = save_wrapped(tmp_path / "m", "Qwen3_5Moe", text, tiny.move)
     stored = load_file(folder / "model.safetensors")
-    name = "model.layers.1.mlp.gate_proj.weight"
-    weight, scale = torch.nn.functional.pad(stored[name], (0, 0, 0, 32)), None
-    stored[name], scale = quantized(weight, (64, 32))
-    stored[name], stored[f"{name}_scale_inv"] = stored[name][:96].contiguous(), scale
+    layer = "model.language_model.layers.1."
+    names = {f"{layer}mlp.experts.down_proj": 0, f"{layer}mlp.shared_expert.up_proj.weight": 16}
+    for name, missing in names.items():
+        weight = torch.nn.functional.pad(stored[name].flatten(0, -2), (0, 0, 0, missing))
+        found, scale = quantized(weight, (32, 16))
+        stored[name] = found[: len(weight) - missing].reshape(stored[name].shape).contiguous()
+        stored[f"{name}_scale_inv"] = scale
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [64, 32]}
-    (folder / "config.json").write_text(json.dumps(config))
-    assert unpack(folder, tmp_path / "new") == 1
-    found = load_file(tmp_path / "new/model.safetensors")[name]
-    factors = scale.repeat_interleave(64, 0).repeat_interleave(32, 1)[:96]
-    assert torch.equal(found, (stored[name].float() * factors).bfloat16())
+    quantization = {"quant_method": "fp8", "weight_block_size": [32, 16]}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    assert unpack(folder, tmp_path / "new") == len(names)
+    found = load_file(tmp_path / "new/model.safetensors")
+    for name in names:
+        factors = stored[f"{name}_scale_inv"].repeat_interleave(32, 0).repeat_interleave(16, 1)
+        numbers = stored[name].float().flatten(0, -2)
+        assert torch.equal(found[name].flatten(0, -2), (numbers * factors[: len(numbers)]).bfloat16())
+    assert json.loads((tmp_path / "new/config.json").read_text()) == config | {"dtype": "bfloat16"}
     require_tensors(tmp_path / "new", ModelShape.read(tmp_path / "new"))
 
 
