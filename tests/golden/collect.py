@@ -1,8 +1,8 @@
 """What must stay the same when the code is moved, renamed or merged: python -m tests.golden.collect FOLDER.
 
-Writes one text file for each promise: records as bytes, the names in a run's folder, run.json of every
-configuration, batch scripts and tables of a dry run, status screens, exit codes, metric names and the
-losses of a fixed batch. `diff -r` of two folders shows what a change has changed.
+Writes one text file for each promise: records as bytes, run.json of every configuration, batch scripts and
+tables of a dry run, status screens, exit codes, metric names and the losses of a fixed batch. `diff -r` of
+two folders shows what a change has changed. The names in a run's folder are those of docs/protocol.md.
 """
 
 import inspect
@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 from msgspec.inspect import (
@@ -90,34 +90,6 @@ def _of_field(field: Field) -> Any:
 
 def _plain(value: Enum) -> Any:
     return value.value
-
-
-def paths() -> Iterator[str]:
-    """Every name in a run's folder."""
-    from hpc_swe.base.records import Role, WeightVersion
-    from hpc_swe.base.rundir import PROTOCOL, RunDir
-
-    run, samples = (
-        RunDir(Path("/run")),
-        {
-            "version": WeightVersion(incarnation=2, step=3),
-            "role": get_args(Role)[0],
-            "step": 4,
-            "incarnation": 2,
-            "number": 5,
-            "index": 6,
-            "rank": 1,
-        },
-    )
-    yield f"protocol {PROTOCOL}"
-    for name, member in inspect.getmembers(RunDir):
-        if name.startswith("_") or name == "make":
-            continue
-        if inspect.isfunction(member):
-            words = [each for each in inspect.signature(member).parameters if each != "self"]
-            yield f"{name} {getattr(run, name)(*(samples.get(word, word) for word in words))}"
-        elif isinstance(getattr(run, name), Path):
-            yield f"{name} {getattr(run, name)}"
 
 
 def run_json() -> Iterator[str]:
@@ -300,7 +272,7 @@ def _of_any_machine(line: str) -> str:
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     part.__name__: part
     for part in (
-        *(records, paths, run_json, exit_codes, metrics, losses),
+        *(records, run_json, exit_codes, metrics, losses),
         *(batch_scripts, estimates, status),
     )
 }

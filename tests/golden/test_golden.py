@@ -1,12 +1,10 @@
 """What a move, a rename or a merge must not change; collect.py says what, and writes it."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.kit.checkout import ROOT
+from tests.kit.checkout import typed
 
 HERE = Path(__file__).parent
 
@@ -14,8 +12,8 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="module")
 def collected(tmp_path_factory):
     folder = tmp_path_factory.mktemp("golden")
-    line = [sys.executable, "-m", "tests.golden.collect", folder]
-    subprocess.run(list(map(str, line)), check=True, cwd=ROOT, timeout=600)
+    done = typed("tests.golden.collect", folder)
+    assert done.returncode == 0, done.stderr
     return folder
 
 
