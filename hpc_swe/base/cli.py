@@ -5,6 +5,7 @@ import difflib
 import errno
 import math
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -185,6 +186,11 @@ def number(kind: type[float], least: float, most: float = math.inf) -> Callable[
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return the closest known word; empty when none is close."""
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.65)), "")
+
+
+def quoted(path: Path) -> str:
+    """Return a path as one types it in a shell."""
+    return shlex.quote(str(path))
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
+from hpc_swe.base import cli
 from hpc_swe.base.errors import ConfigError, EngineError
 from hpc_swe.base.records import Role, RunManifest
 from hpc_swe.base.rundir import RunDir
@@ -340,8 +341,8 @@ def require_alike(run: RunDir, config: RunConfig) -> None:
     if refused:
         raise ConfigError(
             f"{run.root} exists with another configuration, and these keys decide what it trains: "
-            f"{'; '.join(refused)}. Continue with the old values (`launch start --run {run.root}`), or "
-            f"name another folder with {create.option(config)}"
+            f"{'; '.join(refused)}. Continue with the old values (`launch start --run "
+            f"{cli.quoted(run.root)}`), or name another folder with {create.option(config)}"
         )
     _require_size(run, config)
 

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import msgspec
 
+from hpc_swe.base import cli
 from hpc_swe.base.errors import ConfigError, DeadlineError, HpcSweError, StorageError
 from hpc_swe.base.records import Role, RunManifest
 from hpc_swe.base.rundir import RunDir
@@ -69,7 +70,7 @@ def _await_ordered(run: RunDir, finish_s: float) -> None:
     config, began, shown = load(run), time.monotonic(), 0
     while orders.active(run) and (ticked := submit.tick(run, config)).orders and ticked.running:
         count, waited_s = len(ticked.running), time.monotonic() - began
-        rest = f"`python -m hpc_swe.launch stop {run.root} --now` ends them"
+        rest = f"`python -m hpc_swe.launch stop {cli.quoted(run.root)} --now` ends them"
         if waited_s > finish_s:
             raise DeadlineError(
                 f"{run.root}: {count} jobs that control/{ticked.orders[0]} told to end have not ended in "

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from hpc_swe.base import cli
 from hpc_swe.base.errors import ConfigError, CorruptRecord, StaleRun, StorageError
 from hpc_swe.base.records import RunManifest
 from hpc_swe.base.rundir import PROTOCOL, RunDir
@@ -69,8 +70,8 @@ def _read_run(run: RunDir) -> tuple[int, RunManifest, dict[str, Any]]:
         if os.access(run.config, os.R_OK):
             raise
         raise ConfigError(
-            f"{run.root}: closed to you; its owner may let a group read it: `launch start --run {run.root} "
-            "share=group`"
+            f"{run.root}: closed to you; its owner may let a group read it: `launch start --run "
+            f"{cli.quoted(run.root)} share=group`"
         ) from None
 
 
@@ -79,9 +80,10 @@ def _refuse_stale(run: RunDir, manifest: RunManifest, tree: dict[str, Any]) -> N
     if manifest.protocol != PROTOCOL:
         stale = f"protocol {manifest.protocol}, this code reads {PROTOCOL}"
     if stale:
+        example = f"cd {cli.quoted(run.code)} && python -m hpc_swe.status {cli.quoted(run.root)}"
         raise StaleRun(
             f"{run.root}: {stale}; call the command in {run.code}, which holds the run's own code (commit "
-            f"{manifest.commit}), for example: cd {run.code} && python -m hpc_swe.status {run.root}"
+            f"{manifest.commit}), for example: {example}"
         )
 
 
@@ -117,7 +119,7 @@ def require_original(run: RunDir) -> None:
     if is_copy(run):
         raise ConfigError(
             f"{run.root}: a copy of the run {atomic.get(run.manifest, RunManifest).root}, whose jobs are not "
-            f"to be touched; `launch start --run {run.root}` makes it a run of its own"
+            f"to be touched; `launch start --run {cli.quoted(run.root)}` makes it a run of its own"
         )
 
 
@@ -165,4 +167,6 @@ def require_private(root: Path, is_shared: bool = False) -> None:
     if found.st_uid != os.getuid():
         raise ConfigError(f"{root}: belongs to user {found.st_uid}; a run is acted on by its owner only")
     if found.st_mode & (0o027 if is_shared else 0o077):
-        raise ConfigError(f"{root}: mode {found.st_mode & 0o777:o} lets others in; run chmod 700 {root}")
+        raise ConfigError(
+            f"{root}: mode {found.st_mode & 0o777:o} lets others in; run chmod 700 {cli.quoted(root)}"
+        )

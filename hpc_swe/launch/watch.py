@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Set
 from typing import Literal
 
+from hpc_swe.base import cli
 from hpc_swe.base.errors import DeadlineError, HpcSweError, SchedulerError, StorageError, StuckRun
 from hpc_swe.base.records import Role, StatusReport
 from hpc_swe.base.rundir import RunDir
@@ -134,5 +135,5 @@ def left(run: RunDir, config: RunConfig) -> str:
     """Say what happens to a run that is no longer watched."""
     if config.executor.is_here and FOREGROUND in os.environ:
         return f"stopped; its jobs end with this command, because {FOREGROUND} is set"
-    status, end = (f"`python -m hpc_swe.{verb} {run.root}`" for verb in ("status", "launch stop"))
+    status, end = (f"`python -m hpc_swe.{verb} {cli.quoted(run.root)}`" for verb in ("status", "launch stop"))
     return f"detached; jobs keep running. {status} shows them, {end} ends them"

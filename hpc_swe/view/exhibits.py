@@ -11,6 +11,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from hpc_swe.base import cli
 from hpc_swe.base.errors import CorruptRecord, HpcSweError
 from hpc_swe.base.metrics import decode, meaning
 from hpc_swe.base.records import Batch, Episode, RolloutRequest, ScoredEpisode, float_array, id_array
@@ -158,8 +159,10 @@ def _run(run: RunDir) -> str:
         names = sharing.entries(at)
         rows.append((name, len(names), names[-1] if names else "", f"{at}"))
     parts = [_table(("what", "count", "newest", "folder"), rows)]
-    parts.append(f"episodes: python -m hpc_swe.show {run.root} --task TASK, --outcome OUTCOME, --step N")
-    return "\n".join([*parts, f"its state: python -m hpc_swe.status {run.root}"])
+    parts.append(
+        f"episodes: python -m hpc_swe.show {cli.quoted(run.root)} --task TASK, --outcome OUTCOME, --step N"
+    )
+    return "\n".join([*parts, f"its state: python -m hpc_swe.status {cli.quoted(run.root)}"])
 
 
 def _published(path: Path, manifest: Path) -> str:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from hpc_swe.base.store.parquet import tasks
 from hpc_swe.cluster.executors.base import FOREGROUND
 from hpc_swe.config import config as configuration
 from hpc_swe.config.settings import StopConfig
-from hpc_swe.launch import control, create, existing, submit
+from hpc_swe.launch import control, create, existing, submit, watch
 from tests.kit.checkout import ROOT, environment, typed
 from tests.kit.constants import NOBODY, empty_model
 from tests.kit.waiting import DEADLINE_S, until
@@ -269,6 +270,16 @@ def test_run_of_another_protocol_names_the_commit_that_reads_it(tmp_path, read):
     run.manifest.write_text(json.dumps({**manifest, "protocol": 99, "commit": "abc123"}))
     with pytest.raises(StaleRun, match=r"protocol 99.*abc123"):
         existing.load(run)
+
+
+def test_commands_that_messages_show_can_be_typed(tmp_path, read):
+    run = RunDir(tmp_path / "my run's")
+    control.start(run, read())
+    run.root.chmod(0o755)
+    with pytest.raises(ConfigError) as raised:
+        existing.load(run)
+    said = [watch.left(run, read()).split("`")[3], str(raised.value).partition("; run ")[2]]
+    assert [shlex.split(command)[-1] for command in said] == [str(run.root)] * 2
 
 
 def test_a_run_of_an_older_release_is_sent_to_its_own_code_in_one_line(tmp_path, read):
