@@ -87,12 +87,8 @@ class Small:
         return list(map(str, line))
 
     def evaluate(self, *words: object, out: Path | None = None) -> "subprocess.CompletedProcess[str]":
-        """Into files: a pipe would be held open by jobs that outlive the command."""
-        line, streams = self.command(*words, out=out), [self.folder / name for name in ("stdout", "stderr")]
-        with streams[0].open("w") as stdout, streams[1].open("w") as stderr:
-            settings = {"cwd": ROOT, "env": environment(), "timeout": 900}
-            done = subprocess.run(line, stdout=stdout, stderr=stderr, **settings)
-        return subprocess.CompletedProcess(line, done.returncode, *(path.read_text() for path in streams))
+        line = [*self.words, *words, "--out", out or self.out.root]
+        return checkout.typed("hpc_swe.evaluate", *line, COLUMNS="200")
 
     @contextmanager
     def served(self, key: str) -> Iterator[str]:

@@ -1,15 +1,13 @@
 """A published set is evaluated as it is: an agent without tools, replies as written, one command."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from hpc_swe.base.store.parquet import evals
-from tests.kit.checkout import ROOT
+from tests.kit.checkout import typed
 from tests.kit.published import ROWS, SUM
-from tests.kit.small_evaluation import Small, environment
+from tests.kit.small_evaluation import Small
 
 
 @pytest.mark.slow
@@ -24,14 +22,8 @@ def test_a_published_file_is_evaluated_without_any_conversion(small: Small) -> N
     words += ['grader={type="pytest"}', 'agent={type="answer_agent"}']
     out = small.out
     line = ["configs/demo.toml", *words, "--samples", 1, "--tasks", 3, "--out", out.root]
-    done = subprocess.run(
-        [sys.executable, "-m", "hpc_swe.evaluate", *map(str, line)],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        timeout=900,
-    )
-    assert done.returncode == 0
+    done = typed("hpc_swe.evaluate", *line, COLUMNS="200")
+    assert done.returncode == 0, done.stderr
     outcomes = {one.task_id: one.outcome for one in evals.read(out.eval_table("eval"))}
     assert sorted(outcomes.values()) == ["resolved", "resolved", "unresolved"]
     assert outcomes["Prefill_7_I"] == "unresolved"
