@@ -43,7 +43,7 @@ BUDGETS = {
     "hpc_swe/base/store": 1_957,  # lets a group read a part of a run
     "hpc_swe/cluster": 618,
     "hpc_swe/cluster/executors": 926,  # jobs run from a file of their node
-    "hpc_swe/config": 1_306,  # harbor and its grader; says what has become of removed keys
+    "hpc_swe/config": 1_319,  # harbor and its grader; says what has become of removed keys
     "hpc_swe/demo": 926,  # builds its image; what a published model learns, with controls, in one command
     "hpc_swe/launch": 2_887,  # notes which environment a run uses; gives weights away, and deletes the rest
     "hpc_swe/launch/doctor": 1_423,  # judges sizes of jobs, the C library and kernels

@@ -6,6 +6,7 @@ and its jobs read only that.
 
 import copy
 import json
+import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -272,8 +273,8 @@ def _faults(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
         _remove(tree, path)
         if not tree.get(path[0], path):  # as [coordinator], which has lost all of its keys
             del tree[path[0]]
-    long = [key for key, value in _leaves(tree) if isinstance(value, int) and value.bit_length() > 63]
-    yield from ((key, f"{key}: the number has more than 64 bits") for key in long)
+    misfits = [(key, _misfit(value)) for key, value in _leaves(tree)]
+    yield from ((key, f"{key}: {fault}") for key, fault in misfits if fault)
     known = {field.name: field for field in msgspec.structs.fields(RunConfig)}
     for name in tree.keys() - known.keys():
         hint = _elsewhere(name) or suggestion(name, known)
@@ -283,6 +284,18 @@ def _faults(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield from _faults_of(name, tree[name], field.type)
         elif field.required:
             yield name, f"{name if field.type is str else f'[{name}]'} is missing and has no default"
+
+
+def _misfit(value: Any) -> str:
+    """Say which number of a value run.json could not hold; empty when it can hold all."""
+    if isinstance(value, list | dict):
+        parts = value.values() if isinstance(value, dict) else value
+        return next(filter(None, map(_misfit, parts)), "")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return "the number does not fit in 64 bits"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{value} is not a finite number"
+    return ""
 
 
 def _faults_of(name: str, value: Any, kind: Any) -> Iterator[tuple[str, str]]:

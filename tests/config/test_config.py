@@ -218,7 +218,9 @@ def test_what_an_editor_saves_is_read_or_refused_with_a_remedy(tmp_path, read, e
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        (f"steps = {2**63}", "steps: the number has more than 64 bits"),
+        (f"steps = {2**63}", "steps: the number does not fit in 64 bits"),
+        ("[supervision]\nstuck_s = inf", "supervision.stuck_s: inf is not a finite number"),
+        ("[agent]\ntools = [{type = 'x', timeout_s = -1e400}]", "agent.tools: -inf is not a finite number"),
         ("steps = " + "9" * 5000, "Exceeds the limit"),
         ("steps = " + "[" * 5000, "maximum recursion depth"),
         ("# as long as a table of rows\n" * 10_000, "longer than 131,072 characters"),

@@ -440,10 +440,8 @@ def test_a_working_folder_that_is_gone_is_one_line(tmp_path):
     line = 'cd gone && rmdir ../gone && exec "$@"'
     words = ["bash", "-c", line, "bash", sys.executable, "-m", "hpc_swe.status", "run"]
     done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=600)
-    assert (done.returncode, done.stderr) == (
-        4,
-        "error: the current folder is gone; go to one that exists\n",
-    )
+    assert done.returncode == 4
+    assert done.stderr == "error: the current folder is gone; go to one that exists\n"
 
 
 @pytest.mark.parametrize(
