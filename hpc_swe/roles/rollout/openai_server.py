@@ -244,6 +244,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Connection", "close")
         if status >= 400:
             self.send_header("x-should-retry", "false")  # OpenAI's and Anthropic's clients obey it
+            self.send_header("retry-after-ms", "1")  # for OpenCode, which repeats a request five times
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:

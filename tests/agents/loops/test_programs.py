@@ -1,7 +1,9 @@
 """The programs of configs/agents in the sandbox: what they ask is recorded to the token, however they end."""
 
 import dataclasses
+import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -11,11 +13,14 @@ from hpc_swe.agents.loops.cli_agent import CliAgent
 from hpc_swe.base.errors import EngineError
 from hpc_swe.base.records import Episode, ExitStatus, RolloutRequest, Sampling
 from hpc_swe.roles.rollout import episode
+from hpc_swe.roles.rollout.openai_server import _Handler as Handler
 from tests.kit.recording import exact
 from tests.kit.sessions_kit import KITS, World, call, configured, overlay
 from tests.kit.stage import Rig, rig
 
 pytestmark = pytest.mark.slow
+LONGEST_S = 30.0
+"""From a refusal to the end of a program, on a busy machine; who repeats its requests takes minutes."""
 PATH, OLD, NEW = "/testbed/calc/core.py", "a - b", "a + b"
 SED = f"sed -i 's/{OLD}/{NEW}/' {PATH}; git diff"
 SESSIONS = {
@@ -64,6 +69,32 @@ LONG = {
     "openhands": call("terminal", command="seq 1 20000"),
     "qwen_code": call("run_shell_command", command="seq 1 20000"),
 }
+SUB_AGENTS: dict[str, tuple[str, str, str, dict[str, str]]] = {
+    "claude_code": (
+        "Agent",
+        "general-purpose",
+        call("Bash", command="ls"),
+        {"Read,Write": "Read,Write,Agent"},
+    ),
+    "opencode": ("task", "general", call("bash", command="ls", description="List."), {}),
+}
+"""Programs with sub-agents -> the tool that starts one, its kind, what it does, and what shows the tool."""
+COMPACTION = {
+    "codex": ("CONTEXT CHECKPOINT", {"web_search =": "model_auto_compact_token_limit = 36000\nweb_search ="}),
+    "opencode": (
+        "summarization agent",
+        {'"context": 1000000, "output": 20000': '"context": 48000, "output": 1000'},
+    ),
+    "pi": (
+        "context summarization",
+        {
+            '"contextWindow": 1000000': '"contextWindow": 30000',
+            '"maxTokens": 20000': '"maxTokens": 1000',
+            '"retry"': '"compaction": {"reserveTokens": 2000, "keepRecentTokens": 1000}, "retry"',
+        },
+    ),
+}
+"""Programs that sum up before a context is full -> words of their request, and what lets it come early."""
 
 
 @pytest.fixture(params=SESSIONS)
@@ -140,18 +171,68 @@ def test_the_last_turn_and_a_failed_engine_end_a_session_at_once(
     assert (done.exit_status, len(done.turns)) == (ExitStatus.INFRA_ERROR, 1), done.error
 
 
-def test_parallel_sub_agents_of_claude_code_are_exact_chains(world: World, tmp_path: Path) -> None:
-    tasks = [
-        call("Agent", description="Look.", prompt=f"Look into {name}.", subagent_type="general-purpose")
-        for name in ("this one", "that one")
-    ]
-    on = made(world, there("claude_code"), tmp_path, ["Two.\n" + "\n".join(tasks), "Done."])
+def test_a_refusal_of_any_status_ends_a_session_within_seconds(
+    world: World, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our server itself has no 429 and no 500, which qwen-code repeats for minutes."""
+    serve, refused = Handler.do_POST, list[float]()
+    for status in (401, 404) if program == "qwen_code" else (401, 404, 429, 500):
+
+        def refuse(handler: Handler, status: int = status) -> None:
+            if not handler.server.recorder.has_sampled:
+                return serve(handler)
+            refused.append(time.monotonic())
+            handler._body()
+            return handler._refuse(status, "No.", "no")
+
+        monkeypatch.setattr(Handler, "do_POST", refuse)
+        refused.clear()
+        done = played(made(world, program, tmp_path / str(status), SESSIONS[program]))
+        assert time.monotonic() - refused[0] < LONGEST_S, (status, len(refused))
+        assert (done.exit_status, len(done.turns)) == (ExitStatus.AGENT_ERROR, 1), (status, done.error)
+
+
+def changed(on: Rig, changes: Mapping[str, str]) -> None:
+    """Replace texts of the program's command and files."""
     agent = on.means.agent
     assert isinstance(agent, CliAgent)
-    command = agent.command.replace("Read,Write", "Read,Write,Agent")
-    on.means = dataclasses.replace(on.means, agent=replace(agent, command=command))
-    on.engine.apart = {"Look into th": [call("Bash", command="ls"), "Seen."]}
+    texts = {"": agent.command} | agent.files
+    for old, new in changes.items():
+        assert any(old in text for text in texts.values()), old
+        texts = {path: text.replace(old, new) for path, text in texts.items()}
+    command = texts.pop("")
+    on.means = dataclasses.replace(on.means, agent=replace(agent, command=command, files=texts))
+
+
+@pytest.mark.parametrize("name", SUB_AGENTS)
+def test_parallel_sub_agents_are_exact_chains(world: World, tmp_path: Path, name: str) -> None:
+    tool, kind, look, changes = SUB_AGENTS[name]
+    tasks = [
+        call(tool, description="Look.", prompt=f"Look into {one}.", subagent_type=kind)
+        for one in ("this one", "that one")
+    ]
+    on = made(world, there(name), tmp_path, ["Two.\n" + "\n".join(tasks), "Done."])
+    changed(on, changes)
+    on.engine.apart = {"Look into th": [look, "Seen."]}
     done = played(on)
     turns = exact(done.turns, on.engine)
     assert done.exit_status == ExitStatus.SUBMITTED, done.error
     assert done.counts["chains"] == 3, [turn.parent for turn in turns]
+
+
+@pytest.mark.parametrize("name", COMPACTION)
+def test_a_compaction_and_what_follows_are_exact_chains(world: World, tmp_path: Path, name: str) -> None:
+    asks, changes = COMPACTION[name]
+    on = made(
+        world,
+        there(name),
+        tmp_path,
+        [LONG[name], LONG[name].replace("20000", "20001", 1), SESSIONS[name][1], "Done."],
+    )
+    changed(on, changes)
+    on.engine.apart = {asks: ["It was counted."], "It was counted.": [*[SESSIONS[name][1]] * 3, "Done."]}
+    done = played(on)
+    turns = exact(done.turns, on.engine)
+    assert done.exit_status == ExitStatus.SUBMITTED, done.error
+    assert f"+    return {NEW}" in done.submission
+    assert [turn.parent for turn in turns].count(None) == 3, "the history, its summary, what follows"
