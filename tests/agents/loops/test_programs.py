@@ -1,19 +1,25 @@
 """The programs of configs/agents in the sandbox: what they ask is recorded to the token, however they end."""
 
 import dataclasses
+import socket
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
+from hpc_swe.agents.loops.base import ChatAddress
 from hpc_swe.agents.loops.cli_agent import CliAgent
 from hpc_swe.base.errors import EngineError
 from hpc_swe.base.records import Episode, ExitStatus, RolloutRequest, Sampling
 from hpc_swe.roles.rollout import episode
+from hpc_swe.roles.rollout.openai_server import READ_S, ServedRecorder
 from hpc_swe.roles.rollout.openai_server import _Handler as Handler
+from hpc_swe.roles.rollout.openai_server import _Server as Server
 from tests.kit.recording import exact
 from tests.kit.sessions_kit import KITS, World, call, configured, overlay
 from tests.kit.stage import Rig, rig
@@ -171,24 +177,51 @@ def test_the_last_turn_and_a_failed_engine_end_a_session_at_once(
     assert (done.exit_status, len(done.turns)) == (ExitStatus.INFRA_ERROR, 1), done.error
 
 
+class RefusingHandler(Handler):
+    """Refuse every request after the first reply."""
+
+    def do_POST(self) -> None:
+        recorder = self.server.recorder
+        if not isinstance(recorder, Refusing) or not recorder.has_sampled:
+            return super().do_POST()
+        recorder.refused.append(time.monotonic())
+        self._body()
+        return self._refuse(recorder.status, "No.", "no")
+
+
+class Refusing(ServedRecorder):
+    status = 0
+    refused: list[float]
+
+    @contextmanager
+    def serve(
+        self, listener: socket.socket, most_turns: int, read_s: float = READ_S
+    ) -> Iterator[ChatAddress]:
+        self.turns_left, self.refused = most_turns, []
+        server = Server(self, listener, read_s)
+        server.RequestHandlerClass = RefusingHandler
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        try:
+            yield ChatAddress(f"http://127.0.0.1:{listener.getsockname()[1]}/v1", server.key)
+        finally:
+            server.shutdown()
+            server.server_close()
+
+
 def test_a_refusal_of_any_status_ends_a_session_within_seconds(
-    world: World, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, program: str, tmp_path: Path
 ) -> None:
     """Our server itself has no 429 and no 500, which qwen-code repeats for minutes."""
-    serve, refused = Handler.do_POST, list[float]()
     for status in (401, 404) if program == "qwen_code" else (401, 404, 429, 500):
-
-        def refuse(handler: Handler, status: int = status) -> None:
-            if not handler.server.recorder.has_sampled:
-                return serve(handler)
-            refused.append(time.monotonic())
-            handler._body()
-            return handler._refuse(status, "No.", "no")
-
-        monkeypatch.setattr(Handler, "do_POST", refuse)
-        refused.clear()
-        done = played(made(world, program, tmp_path / str(status), SESSIONS[program]))
-        assert time.monotonic() - refused[0] < LONGEST_S, (status, len(refused))
+        on = made(world, program, tmp_path / str(status), SESSIONS[program])
+        (task_id,) = on.means.tasks
+        request = RolloutRequest(
+            group_id=0, index=0, task_id=task_id, seed=0, sampling=Sampling(max_tokens=500)
+        )
+        recorder = Refusing(on.means.builder, on.means.sampler, request, on.means.config)
+        recorder.status = status
+        done = episode.record(request, recorder, episode.play(on.means, request, recorder), "test")
+        assert time.monotonic() - recorder.refused[0] < LONGEST_S, (status, len(recorder.refused))
         assert (done.exit_status, len(done.turns)) == (ExitStatus.AGENT_ERROR, 1), (status, done.error)
 
 
