@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -46,39 +46,43 @@ class Command:
     """``shell`` or ``python``."""
     folder: str
     environment: dict[str, str]
+    python: str = ""
+    """Path of another interpreter for the program; it starts anew, and has loaded nothing."""
 
     @contextmanager
-    def running(self, program: int, output: int) -> Iterator[socket.socket]:
-        """Start the command; the socket gives its exit code as text, and nothing when its reaper was killed.
+    def running(self, *files: int) -> Iterator[tuple[socket.socket, int]]:
+        """Start the command; return its socket and a pidfd of its first process.
 
-        Any message to the socket ends the command with all its processes, and so does its end. Both files
-        are open: the text of the command, and its output. Raise SandboxError if it could not be started.
+        The socket gives the exit code as text, and nothing when the command's reaper was killed. Any message
+        to it ends the command with all its processes, and so does its end. The files are open: the text of
+        the command, its output, and what else is passed to a Python program, whose arguments are the numbers.
+        Raise SandboxError if it could not be started.
         """
-        host, reaper = self._start(program, output)
+        host, reaper, first = self._start(files)
         try:
-            yield host
+            yield host, first
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(reaper, signal.SIGKILL)  # the command may have stopped it
         finally:
             host.close()
             os.close(reaper)
+            os.close(first)
 
-    def _start(self, program: int, output: int) -> tuple[socket.socket, int]:
-        """Return the command's socket, and a pidfd of its reaper."""
-        about = {"kind": self.kind, "folder": self.folder, "environment": self.environment}
-        request = json.dumps(about | {"nice": NICE})
+    def _start(self, given: Sequence[int]) -> tuple[socket.socket, int, int]:
+        """Return the command's socket, and pidfds of its reaper and its first process."""
+        request = json.dumps(vars(self) | {"nice": NICE})
         trials = 0
         while trials < _TRIALS:  # an interpreter that has ended is replaced
             host, inner = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             host.settimeout(_START_S)
             interpreter = _running()
             with inner, suppress(OSError):
-                interpreter.send(request.encode(), [inner.fileno(), program, output])
+                interpreter.send(request.encode(), [inner.fileno(), *given])
             answer = b""
             with suppress(OSError):
-                answer, files, _, _ = socket.recv_fds(host, 256, 1)
+                answer, files, _, _ = socket.recv_fds(host, 256, 2)
                 if files:
-                    return host, files[0]
+                    return host, files[0], files[1]
             host.close()
             if answer:  # there is no room for a process, which other commands may leave soon
                 trials += 1

@@ -8,15 +8,14 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
-from functools import cache, partial
+from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import cache
 from pathlib import Path
-from typing import ClassVar
+from typing import BinaryIO, ClassVar
 
 from hpc_swe.agents.sandboxes._exchange import OUTPUT_BYTES, PipedProgram, collected, passed_on, pipes
 from hpc_swe.agents.sandboxes._inside.program import thread_variables
@@ -24,7 +23,6 @@ from hpc_swe.agents.sandboxes._interpreter import Command
 from hpc_swe.agents.sandboxes._tree import Tree
 from hpc_swe.agents.sandboxes.base import (
     INTERRUPT,
-    NICE,
     Clock,
     CommandResult,
     ProgramSession,
@@ -35,7 +33,6 @@ from hpc_swe.agents.sandboxes.base import (
 from hpc_swe.base.errors import SandboxError, boundary
 from hpc_swe.base.loader import Plugin
 from hpc_swe.base.records import Task
-from hpc_swe.cluster.processes import die_with_parent, kill_and_wait
 
 MARK = "HPC_SWE_SANDBOX"
 """Environment variable of all its processes; a process shows the environment with which it began."""
@@ -88,27 +85,24 @@ class _Folder(Tree):
 
     @contextmanager
     def session(self, program: str, python: str = "") -> Iterator[ProgramSession]:
-        with pipes() as made, tempfile.TemporaryFile() as output:
+        command = Command("python", self._home, self._environment() | {SESSION_MARK: "1"}, python)
+        with ExitStack() as life:
+            made, source = life.enter_context(pipes()), life.enter_context(_text(program))
+            output = life.enter_context(tempfile.TemporaryFile())
             fcntl.fcntl(output, fcntl.F_SETFL, os.O_APPEND)
-            with passed_on(made) as ends, boundary(SandboxError, "start a session"):
-                process = subprocess.Popen(
-                    [python or sys.executable, "-I", "-c", program, *map(str, ends)],
-                    cwd=self._home,
-                    env=self._environment() | {SESSION_MARK: "1"},
-                    stdin=subprocess.DEVNULL,
-                    stdout=output.fileno(),
-                    stderr=output.fileno(),
-                    pass_fds=ends,
-                    start_new_session=True,
-                    preexec_fn=_begin_session,
-                )
+            with passed_on(made) as ends:
+                running = command.running(source.fileno(), output.fileno(), *ends)
+                host, first = life.enter_context(running)
+
+            def interrupt() -> None:
+                with suppress(ProcessLookupError):  # the next wait for an answer says that it has ended
+                    signal.pidfd_send_signal(first, INTERRUPT)
+
             try:
-                interrupt = partial(process.send_signal, INTERRUPT)
                 yield PipedProgram(made, output.fileno(), OUTPUT_BYTES, interrupt)
             finally:
-                process.kill()
-                _kill_all(self._home)
-                kill_and_wait(process)
+                if not _stop(host):
+                    _kill_all(self._home)
 
     def listen(self, port: int) -> socket.socket:
         with boundary(SandboxError, "listen on a free port"):
@@ -116,9 +110,8 @@ class _Folder(Tree):
 
     def _run(self, kind: str, program: str, timeout_s: float, clock: Clock) -> CommandResult:
         command = Command(kind, self._home, self._environment())
-        with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as output:
-            os.pwrite(source.fileno(), program.encode(), 0)
-            with command.running(source.fileno(), output.fileno()) as host:
+        with _text(program) as source, tempfile.TemporaryFile() as output:
+            with command.running(source.fileno(), output.fileno()) as (host, _):
                 answer = _await(host, timeout_s, clock)
                 if timed_out := answer is None:
                     answer = _stop(host)
@@ -135,9 +128,11 @@ class _Folder(Tree):
         return about | thread_variables(self._threads)
 
 
-def _begin_session() -> None:
-    die_with_parent()
-    os.nice(NICE)
+@contextmanager
+def _text(program: str) -> Iterator[BinaryIO]:
+    with tempfile.TemporaryFile() as file:
+        os.pwrite(file.fileno(), program.encode(), 0)
+        yield file
 
 
 def _await(host: socket.socket, timeout_s: float, clock: Clock) -> bytes | None:
@@ -154,6 +149,7 @@ def _stop(host: socket.socket) -> bytes:
     host.settimeout(STOP_S)
     with suppress(OSError):
         host.send(b"stop")
+    with suppress(OSError):  # also what it answered before
         return host.recv(16)
     return b""
 

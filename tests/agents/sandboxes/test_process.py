@@ -85,6 +85,9 @@ def test_a_program_runs_in_a_fork_that_has_loaded_pytest(task):
         assert f"{process.MARK}={where}\0" in shown
         assert sandbox.python("import sys; sys.modules['mine'] = 1", 10).exit_code == 0
         assert "False" in sandbox.python("import sys; print('mine' in sys.modules)", 10).output
+    with debugging.session(Process(), debugging.task(prog="x = 1\n")) as debug:
+        debug.start("prog.py")
+        assert debug("p {'pytest', 'ctypes'} & {*__import__('sys').modules}").strip() == "{'pytest'}"
 
 
 def test_a_program_s_forks_and_open_files_end_with_it(task):
@@ -137,6 +140,24 @@ def test_a_plugin_that_cannot_be_loaded_spares_those_after_it(tmp_path):
     done = subprocess.run(line, env=environ, capture_output=True, text=True, check=True)
     assert "no such library" in done.stdout
     assert all(name in done.stdout.splitlines()[-1] for name in ("useful_1", "hypothesis"))
+
+
+def test_what_the_interpreter_has_read_is_not_read_again_by_its_forks():
+    program = (
+        f"{WARM_UP}\n"
+        + """
+import os, sys
+opened = []
+sys.addaudithook(lambda event, given: opened.append(str(given[0])) if event == "open" else None)
+names = [one.name for each in metadata.distributions() for one in each.entry_points]
+os.path.realpath = opened.append  # which is asked for the file of each module
+inspect.getmodule(compile("", "another", "exec"))
+print("pytest" in names, [path for path in opened if "entry_points" in path or path.endswith(".py")])
+"""
+    )
+    line = [sys.executable, "-I", "-c", program]
+    done = subprocess.run(line, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "True []"
 
 
 def test_an_interpreter_that_has_ended_is_replaced(task):

@@ -6,8 +6,9 @@ only. It reads nothing but the host's requests, and no code of a task runs in it
 reaper, which forks the command. The reaper adopts all orphans of the command, so it can end every process
 that the command has started, and does so when the command has ended or the host says so or is gone.
 
-    interpreter <- {"kind", "folder", "environment", "nice"} + socket, program, output
-    socket      -> b"started" + pidfd of the reaper, exit code  <- anything, or the end: kill the command
+    interpreter <- {"kind", "folder", "environment", "python", "nice"} + socket, program, output, ...
+    socket      -> b"started" + pidfds of reaper and command, exit code
+                <- anything, or the end: kill the command
 """
 
 import gc
@@ -36,7 +37,7 @@ def serve(channel: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, reap)
     channel.send(b"up")
     while True:
-        message, files, _, _ = socket.recv_fds(channel, 1 << 16, 3)
+        message, files, _, _ = socket.recv_fds(channel, 1 << 16, 5)
         if not message:
             return os.killpg(0, signal.SIGCONT)  # commands may have stopped their reapers
         if fork_for(files[0]) == 0:
@@ -47,7 +48,7 @@ def serve(channel: socket.socket) -> None:
             os.close(file)
 
 
-def oversee(request: dict[str, Any], host: int, program: int, output: int) -> NoReturn:
+def oversee(request: dict[str, Any], host: int, *files: int) -> NoReturn:
     """Become a reaper: fork the command, and answer when it and all that it has started have ended."""
     try:
         wait, go = os.pipe()
@@ -57,12 +58,16 @@ def oversee(request: dict[str, Any], host: int, program: int, output: int) -> No
         if command == 0:
             os.close(go)
             if os.read(wait, 1):
-                run(request, program, output)
+                run(request, *files)
             os._exit(126)
+        for file in files:
+            os.close(file)  # a pipe must end with the program that has it
         adopt_orphans()
-        send_files(socket.socket(fileno=os.dup(host)), b"started", [os.pidfd_open(os.getpid())])
+        handle = os.pidfd_open(command)
+        send_files(socket.socket(fileno=os.dup(host)), b"started", [os.pidfd_open(os.getpid()), handle])
         os.write(go, b"g")
-        select.select([os.pidfd_open(command), host], [], [])
+        if host in select.select([handle, host], [], [])[0]:
+            os.read(host, 16)  # a socket that closes with a message unread takes back the answer
         code = os.waitstatus_to_exitcode(end(command))
         os.write(host, str(code if code >= 0 else 128 - code).encode())
     except BaseException:
@@ -114,7 +119,7 @@ def parent(pid: str) -> str:
         return ""
 
 
-def run(request: dict[str, Any], program: int, output: int) -> NoReturn:
+def run(request: dict[str, Any], program: int, output: int, *more: int) -> NoReturn:
     """Run a shell command, or a Python program in this warm interpreter; called in the forked child."""
     try:
         text = os.pread(program, os.fstat(program).st_size, 0).decode()
@@ -122,6 +127,7 @@ def run(request: dict[str, Any], program: int, output: int) -> NoReturn:
         os.setsid()
         for number, source in enumerate((os.open(os.devnull, os.O_RDONLY), output, output)):
             os.dup2(source, number)
+        passed = [str(os.dup2(file, number)) for number, file in enumerate(more, 256)]
         os.closerange(3, 256)
         os.chdir(request["folder"])
         os.nice(request["nice"])
@@ -131,7 +137,9 @@ def run(request: dict[str, Any], program: int, output: int) -> NoReturn:
             for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec would keep that
                 signal.signal(number, signal.SIG_DFL)
             os.execvpe("bash", ["bash", "--noprofile", "--norc", "-c", text], environment)
-        os._exit(execute(text, [], environment))
+        if request["python"]:
+            os.execvpe(request["python"], [request["python"], "-I", "-c", text, *passed], environment)
+        os._exit(execute(text, passed, environment))
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

@@ -21,7 +21,7 @@ try:
     from importlib import metadata
     known = {str(getattr(each, "_path", each)): each.entry_points for each in metadata.distributions()}
     read = metadata.Distribution.entry_points.fget
-    recall = lambda self: known.get(str(getattr(self, "_path", ""))) or read(self)
+    recall = lambda self: known[path] if (path := str(getattr(self, "_path", ""))) in known else read(self)
     metadata.Distribution.entry_points = property(recall)
     for point in sorted({each for points in known.values() for each in points if each.group == "pytest11"}):
         try:
@@ -31,6 +31,9 @@ try:
     import hypothesis  # its plugin loads it at the end of every run
 except Exception as error:
     print("not loaded:", error, flush=True)
+# A shown failure looks for the file of each loaded module, thousands of calls: remember them.
+import inspect
+inspect.getmodule(compile("", "warm_up", "exec"))
 """
 """Loads pytest with its plugins, before any code of a task is there."""
 THREADS = ("OMP", "OPENBLAS", "MKL", "BLIS", "NUMEXPR", "RAYON")

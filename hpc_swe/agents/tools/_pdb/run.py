@@ -21,7 +21,8 @@ from hpc_swe.agents.tools._pdb.channel import Channel, flush
 # In a sandbox, these are in the texts above this one.
 from hpc_swe.agents.tools._pdb.debugger import OURS, Debugger
 
-PYTEST_OPTIONS = ["-s", "-q", "--tb=short", "-p", "no:cacheprovider"]
+PYTEST_OPTIONS = ["-s", "-q", "--tb=short", "-p", "no:cacheprovider", "-W", "ignore:Module already imported"]
+"""A warm interpreter loads plugins before pytest can rewrite their assertions, and pytest would say so."""
 
 
 class Hooks:
