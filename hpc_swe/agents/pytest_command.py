@@ -16,6 +16,33 @@ Without the options of the plugin "debugging" every test of a unittest.TestCase 
 _NO_WARNING = ["-W", "ignore:Module already imported"]
 """The warm interpreter loads plugins before pytest can rewrite their assertions, and pytest would say so."""
 
+_SHOWN_FAST = """
+class ShownFast:
+    def __init__(self):
+        from _pytest._code import code
+        self.plain, self.known = code.getstatementrange_ast, {}
+        code.getstatementrange_ast = self.found
+    def found(self, lineno, source, assertion=False, astnode=None):
+        lines, key = self.known.setdefault(str(source), {}), (lineno, assertion)
+        if key not in lines:
+            node = next(iter(lines.values()))[0] if lines else astnode
+            lines[key] = self.plain(lineno, source, assertion, node)
+        return lines[key]
+    def pytest_sessionfinish(self):
+        self.known.clear()  # pytest now collects garbage, which takes long over syntax trees
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_keyboard_interrupt(self, excinfo):
+        if type(excinfo.value) is not KeyboardInterrupt:  # only its message is shown
+            plain = excinfo.getrepr
+            excinfo.getrepr = lambda **named: plain(**{**named, "style": "native"})
+try:
+    plugins = [ShownFast()]
+except (ImportError, AttributeError):  # another release of pytest
+    plugins = []
+"""
+"""A plugin for failures: pytest parses the files of a traceback anew for each test that fails, and those of
+its own functions for the words "1 error during collection". What it shows stays the same."""
+
 
 def arguments(task: Task) -> list[str]:
     """Return what the task's test command passes to pytest; raise ConfigError if it is no call of pytest."""
@@ -55,8 +82,8 @@ def _holds(place: str, task: Task) -> bool:
 def program(arguments: list[str]) -> str:
     """Return a Python program that runs pytest in the work directory."""
     return (
-        "import sys, pytest\n"
+        f"import sys, pytest\n{_SHOWN_FAST}"
         "sys.dont_write_bytecode = True\n"
         "sys.path.insert(0, '')\n"
-        f"raise SystemExit(pytest.main({[*FEWER_PLUGINS, *_NO_WARNING, *arguments]!r}))\n"
+        f"raise SystemExit(pytest.main({[*FEWER_PLUGINS, *_NO_WARNING, *arguments]!r}, plugins))\n"
     )

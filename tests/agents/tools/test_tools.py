@@ -38,6 +38,17 @@ TASK = msgspec.structs.replace(
     ),
 )
 
+COUNTS = """
+import ast
+names, parse = [], ast.parse
+def counted(text, *rest, **named):
+    names.extend(rest[:1])
+    return parse(text, *rest, **named)
+ast.parse = counted
+def pytest_unconfigure():
+    print(names.count("source"))
+"""
+
 
 @pytest.fixture
 def sandbox() -> Iterator[Sandbox]:
@@ -83,6 +94,20 @@ def test_evaluate_names_the_failing_line_and_no_plugins(sandbox):
     told = use(sandbox, "evaluate")
     assert "test_mod.py:" in told, told
     assert "Warning" not in told, told
+
+
+@pytest.mark.parametrize("body", ["def test_{n}():\n    assert add(\n        1, {n}\n    ) == 3", "("])
+def test_evaluate_shows_what_pytest_does_and_parses_half_as_much_for_it(sandbox, body):
+    tests = "\n\n\n".join(["from mod import add", *(body.format(n=n) for n in range(3))])
+    sandbox.write("test_mod.py", tests.encode())
+    sandbox.write("conftest.py", COUNTS.encode())
+    options = ["-q", "--tb=short", "--no-header"]
+    shows = load("tools", {"type": "evaluate", "options": options, "most_chars": 10_000})
+    *told, _, few = invoke(shows, "", sandbox, TASK).split("\n")
+    command = shlex.join(["python", "-m", "pytest", *options, "test_mod.py"])
+    *plain, _, many = sandbox.run(command, 60).output.strip().split("\n")
+    assert 0 < 2 * int(few) <= int(many)
+    assert told == plain
 
 
 def test_evaluate_has_a_limit_and_tells_a_broken_sandbox(sandbox):
