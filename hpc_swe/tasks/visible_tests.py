@@ -3,6 +3,7 @@
 import ast
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import TypeGuard
 
 from hpc_swe.base.syntax import PythonText, as_read, parse
@@ -132,6 +133,7 @@ def names_of_tests(text: str) -> Iterator[str]:
         yield f"{owner}.{test.name}".lstrip(".")
 
 
+@lru_cache(maxsize=128)  # each grading of a task asks again
 def holds_tests(text: str) -> bool:
     """Return whether pytest may find a test in a file: a function, a class or another name."""
     try:

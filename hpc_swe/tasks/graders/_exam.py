@@ -86,7 +86,7 @@ def sealed_modules(task: Task, opened: Places, is_sealed: bool) -> dict[str, Sea
     first = 0
     for path in sorted(judged & task.tests.files.keys()):
         if path.endswith(".py") and not is_set_up(path):
-            places = [place for file, place in opened if file == path]
+            places = frozenset(place for file, place in opened if file == path)
             text = task.tests.files[path]
             module = seal(text, places, with_tables=not names, first=first)
             module = module if is_sealed else Sealed(text, assertions=module.assertions)

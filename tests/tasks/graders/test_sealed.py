@@ -213,7 +213,7 @@ def test_an_opened_place_and_all_that_is_not_sealed_stay_as_written() -> None:
         == 4 )
     assert f"{ D [ 'k' ] }" == 'v'
 '''
-    sealed = seal(text, opened=["5:4"])
+    sealed = seal(text, opened=frozenset({"5:4"}))
     answers = [
         f"__import__('__main__').RECORDER.answer({number}, ({value}))"
         for number, value in ((0, "text"), (1, '''f"{ D [ 'k' ] }"'''))

@@ -13,6 +13,7 @@ image's could write what the image cannot read.
 import ast
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from hpc_swe.base.syntax import PythonText, parse
@@ -54,7 +55,8 @@ class Sealed:
     """How many of these have their expected values outside."""
 
 
-def seal(text: str, opened: Iterable[str] = (), with_tables: bool = True, first: int = 0) -> Sealed:
+@lru_cache(maxsize=128)  # the episodes of a task are graded close to one another
+def seal(text: str, opened: frozenset[str] = frozenset(), with_tables: bool = True, first: int = 0) -> Sealed:
     """Take the answers out of a test module, numbered from `first`; a text that is not Python stays as it is.
 
     Assertions at the places of `opened` stay as they are. Without `with_tables` so do those that compare with
@@ -64,7 +66,7 @@ def seal(text: str, opened: Iterable[str] = (), with_tables: bool = True, first:
         source = PythonText(text)
     except (SyntaxError, ValueError):
         return Sealed(text)
-    sealer = _Sealer(source, frozenset(opened), with_tables)
+    sealer = _Sealer(source, opened, with_tables)
     module = sealer.sealed(first)
     try:
         parse(module.text)
