@@ -33,7 +33,10 @@ except Exception as error:
     print("not loaded:", error, flush=True)
 # A shown failure looks for the file of each loaded module, thousands of calls: remember them.
 import inspect
-inspect.getmodule(compile("", "warm_up", "exec"))
+try:
+    inspect.getmodule(compile("", "warm_up", "exec"))
+except Exception as error:
+    print("not remembered:", error, flush=True)
 """
 """Loads pytest with its plugins, before any code of a task is there."""
 THREADS = ("OMP", "OPENBLAS", "MKL", "BLIS", "NUMEXPR", "RAYON")
