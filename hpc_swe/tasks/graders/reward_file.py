@@ -21,9 +21,13 @@ from hpc_swe.tasks.second_run import run_reliably
 from hpc_swe.tasks.swebench_rows import SET_UP
 
 _STEP_S = 120.0
-_REWARD = "/logs/verifier/reward.txt"
+_FOLDER = "/logs/verifier"
+_REWARD = f"{_FOLDER}/reward.txt"
 # A pipe would be waited for, and what the script cannot write, such as the target of a link, is not its own.
-_READ = f"[ -f {_REWARD} ] && [ ! -L {_REWARD} ] && [ -w {_REWARD} ] && head -c 100 {_REWARD}"
+# A script may move a file to this place, for which it writes the folder.
+_IS_OURS = f"[ -f {_REWARD} ] && [ ! -L {_REWARD} ] && [ -w {_REWARD} ] && [ -w {_FOLDER} ]"
+_SIGNALLED = 128
+"""Exit codes above are those of a shell, or its last command, that a signal ended."""
 _LEFT_OUT = [*SET_UP, "pytest.py", "pytest/*", "_pytest/*", "pluggy/*"]
 _PATCH, _TOUCHED = ".git/agent.patch", ".git/touched"
 # A link is judged by its text as well: /proc/self leads each process elsewhere.
@@ -98,9 +102,9 @@ def _run(task: Task, patch: str, sandboxes: Sandboxes) -> _Ran:
             if links.exit_code or links.output:
                 return _Ran(links, is_cheat=not links.exit_code)
         result = _bash(sandbox, task.tests.command, task.tests.timeout_s)
-        if result.timed_out or result.broke_sandbox:
+        if result.timed_out or result.broke_sandbox or result.exit_code > _SIGNALLED:
             return _Ran(result)
-        found = sandbox.run(_READ, _STEP_S)
+        found = sandbox.run(f"{_IS_OURS} && head -c 100 {_REWARD}", _STEP_S)
         return _Ran(result, "" if found.exit_code else found.output.strip())
 
 
@@ -121,7 +125,7 @@ def _by_host(result: CommandResult, what: str) -> CommandResult:
 
 def _bash(sandbox: Sandbox, script: str, timeout_s: float) -> CommandResult:
     add_files(sandbox, {".git/script.sh": script}, "write a script of the task")
-    return sandbox.run("bash .git/script.sh", timeout_s)
+    return sandbox.run(". .git/script.sh", timeout_s)  # read whole at first: code may append to the file
 
 
 def _share(written: str) -> float:

@@ -155,7 +155,8 @@ def _script(entry: str, files: dict[str, bytes]) -> str:
         place = shlex.quote(f"/{folder}/{path}")
         lines.append(f'mkdir -p "$(dirname {place})"')
         lines.append(f"base64 -d > {place} <<'END'\n{base64.encodebytes(data).decode()}END")
-    return "\n".join([*lines, f"chmod -R a+rx /{folder}", f"bash /{entry}", ""])
+    run = f"bash -c '. /{entry}' /{entry}"  # read whole at first: code of a patch may append to the file
+    return "\n".join([*lines, f"chmod -R a+rx /{folder}", run, ""])
 
 
 def _as_patch(files: dict[str, bytes]) -> str:
