@@ -42,11 +42,15 @@ ROUTES: dict[str, type[DialectRequest]] = {
     "/v1/chat/completions": ChatCompletions,
     "/v1/messages": AnthropicMessages,
     "/v1/responses": OpenaiResponses,
-    "/v1beta/models/policy:generateContent": GenerateContent,
-    "/v1beta/models/policy:streamGenerateContent": StreamGenerateContent,
+    "/v1beta/models/*:generateContent": GenerateContent,
+    "/v1beta/models/*:streamGenerateContent": StreamGenerateContent,
 }
+_MODEL = re.compile(r"(?<=^/v1beta/models/)[^/:]+(?=:)")
+"""The model in a path, which is ignored as the field of other APIs is."""
 HARMLESS = {"model", "user", "metadata", "store"}
 """Fields without effect on sampling; every other field that a dialect does not read is an ignored setting."""
+STORED = {"previous_response_id", "conversation", "prompt", "cachedContent", "cached_content"}
+"""Fields that name a part of the history, or of the prompt, that the API's own servers keep."""
 KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 _parsing = threading.Lock()
 """A parsed body may take fifty times its size in memory, so a process parses one at a time."""
@@ -141,7 +145,10 @@ class _Handler(BaseHTTPRequestHandler):
             with _parsing:
                 request = msgspec.json.decode(body, type=dialect)
                 read = HARMLESS.union(dialect.__struct_encode_fields__)
-                ignored = msgspec.json.decode(body, type=dict[str, Raw]).keys() - read
+                given = msgspec.json.decode(body, type=dict[str, Raw])
+                ignored = given.keys() - read
+                if stored := {name for name in ignored & STORED if bytes(given[name]) != b"null"}:
+                    raise AgentError(f"{min(stored)}: nothing is stored here; send the whole history")
                 self._asked = request.conversation(self.server.sampled)
             recorder.counts["ignored_settings"] += len(ignored)
             recorder.counts["dropped"] += self._asked.dropped
@@ -190,7 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     @property
     def _route(self) -> str:
-        return self.path.partition("?")[0]
+        return _MODEL.sub("*", self.path.partition("?")[0])
 
     def _is_allowed(self, routes: Container[str]) -> bool:
         given = [

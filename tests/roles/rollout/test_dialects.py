@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+import re
 import socket
 import threading
 import tracemalloc
@@ -205,7 +206,7 @@ class Gemini(Program):
 
     @property
     def route(self) -> str:  # after the v1 of the address
-        return f"beta/models/policy:{'streamGenerateContent?alt=sse' if self.stream else 'generateContent'}"
+        return f"beta/models/any:{'streamGenerateContent?alt=sse' if self.stream else 'generateContent'}"
 
     def headers(self) -> dict[str, str]:
         return {"x-goog-api-key": self.address.key}
@@ -379,10 +380,46 @@ def test_refusals_have_the_words_that_programs_look_for(on, address, dialect):
     assert refused(speak(address))[:2] == (503, "server_error")
 
 
-def test_what_is_stored_nowhere_is_not_continued_silently(on, address):
-    answer = Responses(address).post(previous_response_id="resp_0")
+@pytest.mark.parametrize(
+    "name", ["previous_response_id", "conversation", "prompt", "cachedContent", "cached_content"]
+)
+def test_what_is_stored_nowhere_is_not_continued_silently(address, name):
+    program = (Gemini if "cached" in name else Responses)(address)
+    answer = program.post(**{name: "a"})
     assert answer.status_code == 400
     assert "send the whole history" in answer.json()["error"]["message"]
+    assert program.post(**{name: None}).status_code == 200
+
+
+def test_gemini_is_read_by_the_names_of_its_proto_too(on, address):
+    """Google's examples of requests write these."""
+    program = Gemini(address)
+    for _ in range(3):
+        keys = re.compile(r'"\w+":')
+        proto = keys.sub(lambda key: re.sub("[A-Z]", r"_\g<0>", key[0]).lower(), json.dumps(program.body))
+        program.body = json.loads(proto)
+        program.turn()
+    assert [turn.parent for turn in exact(on.recorder.close("over"), on.engine)] == [None, 0, 1]
+    assert json.dumps(SCHEMA) in on.builder.tokens.decode(on.engine.calls[0].prompt)
+    roles = [message.role for message in on.recorder.messages]
+    assert roles == ["system", "user", "assistant", "tool", "assistant", "tool", "assistant"]
+
+
+NULL = {"name": "view", "parametersJsonSchema": None}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "tool", "shown"),
+    [
+        ("gemini", {"functionDeclarations": [NULL | {"parameters": SCHEMA}]}, SCHEMA),
+        ("gemini", {"functionDeclarations": [NULL]}, {}),
+        ("responses", NULL | {"type": "function", "parameters": None}, {}),
+    ],
+)
+def test_no_prompt_shows_the_parameters_of_a_tool_as_null(address, on, dialect, tool, shown):
+    assert DIALECTS[dialect](address).post(tools=[tool]).status_code == 200
+    prompt = on.builder.tokens.decode(on.engine.calls[0].prompt)
+    assert f'"parameters": {json.dumps(shown)}' in prompt
 
 
 def test_openais_own_client_reads_our_streams(address):

@@ -97,8 +97,9 @@ def folded(parts: Sequence[Message]) -> list[Message]:
     return messages
 
 
-def tool(name: str, description: str, parameters: Raw) -> dict[str, object]:
-    """Return a tool as chat templates show it."""
+def tool(name: str, description: str, *schemas: Raw) -> dict[str, object]:
+    """Return a tool as chat templates show it, with the first schema of its parameters that is not null."""
+    parameters = next((schema for schema in schemas if bytes(schema) != b"null"), Raw(b"{}"))
     function = {"name": name, "description": description, "parameters": parameters}
     return {"type": "function", "function": function}
 

@@ -1,11 +1,14 @@
-"""Read requests of Gemini's generateContent, and write their answers. The path says whether to stream."""
+"""Read requests of Gemini's generateContent, and write their answers. The path says whether to stream.
+
+Google's servers read each field by two names, of JSON and of the proto, `functionCall` and `function_call`.
+"""
 
 from collections.abc import Iterator
 from itertools import groupby
 from typing import Annotated, ClassVar
 
 import msgspec
-from msgspec import UNSET, Raw, Struct, UnsetType
+from msgspec import Raw, Struct, field
 
 from hpc_swe.base.records import Message
 from hpc_swe.roles.rollout.dialects import base
@@ -27,6 +30,12 @@ class _Part(Struct, rename="camel"):
     thought: bool = False
     function_call: _Call | None = None
     function_response: _Result | None = None
+    proto_call: _Call | None = field(default=None, name="function_call")
+    proto_response: _Result | None = field(default=None, name="function_response")
+
+    def __post_init__(self) -> None:
+        self.function_call = self.function_call or self.proto_call
+        self.function_response = self.function_response or self.proto_response
 
 
 class _Content(Struct):
@@ -37,32 +46,38 @@ class _Content(Struct):
 class _Function(Struct, rename="camel"):
     name: str
     description: str = ""
-    parameters: Raw = Raw(b"{}")
-    parameters_json_schema: Raw | UnsetType = UNSET
+    parameters: Raw = Raw(b"null")
+    parameters_json_schema: Raw = Raw(b"null")
+    proto_schema: Raw = field(default=Raw(b"null"), name="parameters_json_schema")
 
 
 class _Tool(Struct, rename="camel"):
     function_declarations: list[_Function] | None = None
     """None for a tool that Google's own servers run."""
+    proto_declarations: list[_Function] | None = field(default=None, name="function_declarations")
+
+    def __post_init__(self) -> None:
+        self.function_declarations = self.function_declarations or self.proto_declarations
 
 
 class GenerateContent(Struct, rename="camel"):
-    """Hold the body of `POST /v1beta/models/policy:generateContent`."""
+    """Hold the body of `POST /v1beta/models/MODEL:generateContent`."""
 
     contents: Annotated[list[_Content], base.Messages]
     system_instruction: _Content | None = None
+    proto_instruction: _Content | None = field(default=None, name="system_instruction")
     tools: list[_Tool] = []
     stream: ClassVar[bool] = False
 
     def conversation(self, sampled: base.Sampled) -> base.Conversation:
-        system = self.system_instruction
+        system = self.system_instruction or self.proto_instruction
         parts = [Message(role="system", content=_text(system.parts))] if system else []
         for content in self.contents:
             parts += _read(content, sampled)
         tools = [
-            base.tool(shown.name, shown.description, shown.parameters_json_schema or shown.parameters)
+            base.tool(one.name, one.description, one.parameters_json_schema, one.proto_schema, one.parameters)
             for tool in self.tools
-            for shown in tool.function_declarations or []
+            for one in tool.function_declarations or []
         ]
         dropped = sum(tool.function_declarations is None for tool in self.tools)
         return base.Conversation(base.folded(parts), base.tool_list(tools), dropped)
@@ -92,7 +107,7 @@ class GenerateContent(Struct, rename="camel"):
 
 
 class StreamGenerateContent(GenerateContent):
-    """Hold the body of `POST /v1beta/models/policy:streamGenerateContent`."""
+    """Hold the body of `POST /v1beta/models/MODEL:streamGenerateContent`."""
 
     stream: ClassVar[bool] = True
 

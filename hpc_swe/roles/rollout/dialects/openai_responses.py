@@ -7,7 +7,6 @@ from typing import Annotated
 import msgspec
 from msgspec import Raw, Struct
 
-from hpc_swe.base.errors import AgentError
 from hpc_swe.base.records import Message
 from hpc_swe.roles.rollout.dialects import base
 from hpc_swe.roles.rollout.recorder import Exchange
@@ -40,11 +39,8 @@ class OpenaiResponses(Struct):
     instructions: str | None = None
     tools: list[_Tool] = []
     stream: bool = False
-    previous_response_id: str | None = None
 
     def conversation(self, sampled: base.Sampled) -> base.Conversation:
-        if self.previous_response_id:
-            raise AgentError("previous_response_id: nothing is stored here; send the whole history as input")
         items = [_Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         parts = [Message(role="system", content=self.instructions)] if self.instructions else []
         read = [_read(item, sampled) for item in items if item.type != "reasoning"]
