@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import errno
+import io
 import math
 import os
 import shlex
@@ -28,6 +29,8 @@ def command(main: Callable[[], int | None]) -> Callable[[], None]:
     def run() -> None:
         code: int | str | None = None
         _replace_closed_outputs()
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+            sys.stdout.reconfigure(errors="surrogateescape")  # as names of files are read
         try:
             code = _exit_code(main)
             sys.stdout.flush()
@@ -76,7 +79,11 @@ def _mendable(error: OSError | UnicodeEncodeError) -> str:
         is_record = error.encoding == "utf-8"  # else it was to be printed
         return f"{error.object!a}: the name is not UTF-8, as records are; rename it" if is_record else ""
     if error.errno == errno.ENOENT and not error.filename:
-        return "the current folder is gone; go to one that exists"
+        try:
+            Path.cwd()
+        except FileNotFoundError:
+            return "the current folder is gone; go to one that exists"
+        return str(error.strerror)  # as of tempfile, which has names of its own in it
     where = error.filename2 or error.filename or "a file that this command writes"  # a copy has two
     return f"{where}: {error.strerror}{remedy(error)}" if error.errno in REMEDIES else ""
 

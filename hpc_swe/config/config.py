@@ -26,6 +26,8 @@ from hpc_swe.config.settings import RunConfig
 
 LONGEST = 2**17
 """Characters of a TOML file; a longer one was named by mistake."""
+FOREIGN_BYTES = re.compile("[\ud800-\udfff]")
+"""What Python reads for bytes of a name that are not UTF-8; no record can hold it."""
 _TYPES = [field.type for field in msgspec.structs.fields(RunConfig)]
 _INTERFACES = {f"{package}.base": family for family, package in loader.PACKAGES.items()}
 FAMILIES: dict[Any, str] = {
@@ -287,10 +289,12 @@ def _faults(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _misfit(value: Any) -> str:
-    """Say which number of a value run.json could not hold; empty when it can hold all."""
+    """Say which part of a value run.json could not hold; empty when it can hold all."""
     if isinstance(value, list | dict):
         parts = value.values() if isinstance(value, dict) else value
         return next(filter(None, map(_misfit, parts)), "")
+    if isinstance(value, str) and FOREIGN_BYTES.search(value):
+        return f"{value!a}: the name is not UTF-8, as records are; rename it"
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         return "the number does not fit in 64 bits"
     if isinstance(value, float) and not math.isfinite(value):

@@ -54,6 +54,8 @@ def require(plan: RunPlan) -> None:
 
 
 def _folder(plan: RunPlan) -> Iterator[str]:
+    if not plan.made and configuration.FOREIGN_BYTES.search(str(Path.cwd())):
+        yield f"{Path.cwd()}: the name is not UTF-8, as records are; start the run in another folder"
     yield from _complaints(lambda: create.require_free(plan.run, plan.config))
 
 

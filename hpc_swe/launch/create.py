@@ -77,8 +77,13 @@ def require_free(run: RunDir, config: RunConfig) -> None:
 
 def _unfit(root: Path) -> str:
     """Say why no run can be made at a path, whatever the folder holds; empty if one can."""
+    if configuration.FOREIGN_BYTES.search(str(root)):
+        return "the name is not UTF-8, as records are"
     if not root.exists():
-        return f"a link to {os.path.realpath(root)}, which does not exist" if root.is_symlink() else ""
+        if root.is_symlink():
+            return f"a link to {os.path.realpath(root)}, which does not exist"
+        above = next(filter(os.path.lexists, root.parents))
+        return "" if above.is_dir() else f"below {above}, which is no folder"
     if not root.is_dir():
         return "a file, not a folder"
     owner = root.stat().st_uid

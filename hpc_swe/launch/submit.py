@@ -116,11 +116,10 @@ def submission(run: RunDir, config: RunConfig, role: Role, number: int, count: i
 
     Before the run is made, its name for the scheduler is that of the folder.
     """
-    try:
+    run_id, environment = run.root.name, own_environment()
+    if run.manifest.exists():
         made = atomic.get(run.manifest, RunManifest)
         run_id, environment = made.run_id, made.environment
-    except FileNotFoundError:
-        run_id, environment = run.root.name, own_environment()
     words = [environment.get(INTERPRETER, sys.executable), "-P"]  # import nothing from the working folder
     words += ["-m", "jobs.run", role, str(run.root), f"--submission={number}"]
     return Submission(

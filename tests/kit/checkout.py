@@ -31,7 +31,10 @@ def typed(
     A fork of this process is the command, since it has most of what that would import; see `started`.
     """
     line = [module, *map(str, words)]
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+    with (
+        tempfile.TemporaryFile("w+", errors="surrogateescape") as output,
+        tempfile.TemporaryFile("w+") as errors,
+    ):
         child = FORK.Process(target=_be, args=(line, folder, environment(**more), output, errors))
         child.start()
         child.join(LIMIT_S)
@@ -45,7 +48,8 @@ def _be(line: list[str], folder: Path, environ: dict[str, str], output: IO[str],
     """Be a command that an interpreter has just begun to run."""
     os.dup2(output.fileno(), 1)
     os.dup2(errors.fileno(), 2)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", errors="backslashreplace", closefd=False)
     logging.root.handlers.clear()
     logging.root.setLevel(logging.WARNING)
     os.environ.clear()

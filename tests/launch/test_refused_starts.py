@@ -396,14 +396,17 @@ def test_an_empty_folder_or_a_start_that_died_anywhere_is_no_obstacle(tmp_path, 
         (lambda tmp: tmp.joinpath("file").write_text("x") and tmp / "file", "a file, not a folder"),
         (lambda tmp: tmp.joinpath("link").symlink_to("nowhere") or tmp / "link", "a link to .*nowhere"),
         (lambda tmp: tmp.joinpath("link").symlink_to("link") or tmp / "link", "a link to .*link"),
+        (lambda tmp: tmp.joinpath("link").symlink_to("link") or tmp / "link/run", "below .*link, which is"),
+        (lambda _: "/dev/null/run", "below /dev/null, which is no folder"),
         (lambda _: Path("~").expanduser(), "your home is it"),
         (lambda _: ROOT, "this checkout (is|lies in) it"),
         (lambda _: ROOT / "hpc_swe" / "launch", "among the packages that a run copies"),
     ],
 )
-def test_no_run_is_made_where_other_things_live(tmp_path, read, make, message):
-    with pytest.raises(ConfigError, match=message):
-        create.require_free(RunDir(make(tmp_path)), read())
+def test_no_run_is_made_where_other_things_live(tmp_path, make, message):
+    done = typed("hpc_swe.launch", "start", "configs/demo.toml", "--dry-run", "--run", make(tmp_path))
+    assert done.returncode == 2
+    assert re.search(rf"^error: .*: {message}.*; name another folder with --run$", done.stderr, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -420,28 +423,44 @@ def test_an_empty_name_is_no_folder_and_no_file(tmp_path, words):
     assert re.search("empty.* .?is a shell variable unset", done.stderr), done.stderr
 
 
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
 @pytest.mark.parametrize("what", ["--run", "working folder", "model"])
-def test_a_name_that_records_cannot_hold_is_one_line(tmp_path, model, what):
+def test_a_name_that_records_cannot_hold_is_one_line(tmp_path, model, what, more):
     odd = Path(os.fsdecode(bytes(tmp_path) + b"/caf\xe9"))
     odd.mkdir()
     run = odd / "run" if what == "--run" else tmp_path / "run"
     if what == "model":
         model = shutil.copytree(model, odd / "model")
     words = [ROOT / "configs/demo.toml", f"model={model}", 'sandbox={type="process"}', "tasks.train=3"]
-    words = ["start", *words, "--run", run, *NOBODY]
+    words = ["start", *words, "--run", run, *NOBODY, *more]
     done = typed("hpc_swe.launch", *words, folder=odd if what == "working folder" else ROOT)
-    assert (done.returncode, "the name is not UTF-8" in done.stderr) == (4, True), done.stderr
-    assert "Traceback" not in done.stderr
-    assert not run.exists() or not [*run.iterdir()]
+    assert (done.returncode, done.stderr.count("error: ")) == (2, 1), done.stderr
+    assert re.search(r"caf\\udce9.*: the name is not UTF-8", done.stderr)
+    assert not run.exists()
 
 
-def test_a_working_folder_that_is_gone_is_one_line(tmp_path):
+def test_a_run_whose_folder_got_such_a_name_can_be_looked_at(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read(*NOBODY))
+    odd = run.root.rename(os.fsdecode(b"%s/caf\xe9" % bytes(tmp_path)))
+    for command in ("show", "status", "report"):
+        done = typed(f"hpc_swe.{command}", odd)
+        assert (done.returncode, done.stderr) == (0, ""), command
+
+
+@pytest.mark.parametrize(
+    ("line", "words", "message"),
+    [
+        ("rmdir ../gone", ["status", "run"], "the current folder is gone; go to one that exists"),
+        ("ulimit -f 0", ["doctor"], "No usable temporary directory found in .*"),
+    ],
+)
+def test_no_working_folder_and_no_temporary_one_are_told_apart(tmp_path, line, words, message):
     (tmp_path / "gone").mkdir()
-    line = 'cd gone && rmdir ../gone && exec "$@"'
-    words = ["bash", "-c", line, "bash", sys.executable, "-m", "hpc_swe.status", "run"]
+    words = ["bash", "-c", f'cd gone && {line} && exec "$@"', "", sys.executable, "-m", "hpc_swe", *words]
     done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 4
-    assert done.stderr == "error: the current folder is gone; go to one that exists\n"
+    assert re.fullmatch(f"error: {message}\n", done.stderr)
 
 
 @pytest.mark.parametrize(
