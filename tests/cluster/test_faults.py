@@ -5,8 +5,7 @@
 
 import pytest
 
-from tests.bench import faults
-from tests.kit.cluster import run_kit
+from tests.kit.cluster import faults, run_kit
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 CHECKPOINT_EVERY = 5

@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import IO
 
@@ -16,6 +17,7 @@ STAND_INS = ROOT / "tests" / "kit" / "stand_ins"
 """Packages that are imported and not used; for the Python path of who has them not."""
 FORK = multiprocessing.get_context("fork")
 LIMIT_S = 1500
+SHOW_WARNING = warnings.showwarning
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -28,7 +30,8 @@ def typed(
 ) -> "subprocess.CompletedProcess[str]":
     """Return what a command of this checkout did and said, typed in a folder.
 
-    A fork of this process is the command, since it has most of what that would import; see `started`.
+    A fork of this process is the command, since it has most of what that would import. So it does not show
+    which imports are missing, what reads PYTHON*, or how an interpreter ends; `started` does.
     """
     line = [module, *map(str, words)]
     with (
@@ -38,7 +41,9 @@ def typed(
         child = FORK.Process(target=_be, args=(line, folder, environment(**more), output, errors))
         child.start()
         child.join(LIMIT_S)
-        assert child.exitcode is not None, f"{line} hangs"
+        if child.exitcode is None:
+            child.kill()
+            raise TimeoutError(f"{line} runs for longer than {LIMIT_S} s")
         for file in (output, errors):
             file.seek(0)
         return subprocess.CompletedProcess(line, child.exitcode, output.read(), errors.read())
@@ -49,7 +54,9 @@ def _be(line: list[str], folder: Path, environ: dict[str, str], output: IO[str],
     os.dup2(output.fileno(), 1)
     os.dup2(errors.fileno(), 2)
     sys.stdout = os.fdopen(1, "w", closefd=False)
-    sys.stderr = os.fdopen(2, "w", errors="backslashreplace", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    warnings.resetwarnings()  # pytest collects them
+    warnings.showwarning = SHOW_WARNING
     logging.root.handlers.clear()
     logging.root.setLevel(logging.WARNING)
     os.environ.clear()

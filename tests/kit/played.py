@@ -68,3 +68,4 @@ class Config:
     learner: LearnerConfig | None = None
     inference: InferenceConfig = InferenceConfig()
     lease: LeaseConfig = LeaseConfig()
+    max_restarts: int = 5

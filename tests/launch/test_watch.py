@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from hpc_swe.base.errors import ConfigError, DeadlineError, HpcSweError
+from hpc_swe.base.errors import ConfigError, DeadlineError, HpcSweError, StorageError
 from hpc_swe.base.records import Node
 from hpc_swe.base.store import atomic
 from hpc_swe.cluster.executors.base import Job
@@ -139,12 +139,13 @@ def test_the_deadline_holds_while_the_scheduler_is_silent(run):
         watch(run, config(scheduler), 0.0)
 
 
-def test_an_interrupt_leaves_the_jobs_of_a_cluster(run):
-    def interrupt(_):
-        raise KeyboardInterrupt
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), StorageError("the disk of this node is full")])
+def test_trouble_of_the_watch_leaves_the_jobs_of_a_cluster(run, error):
+    def fail(_):
+        raise error
 
-    with pytest.raises(KeyboardInterrupt):
-        watch(run, config(Scripted(interrupt, jobs=[RUNNING])), WAIT_S, stop_on="deadline")
+    with pytest.raises(type(error)):
+        watch(run, config(Scripted(jobs=[RUNNING])), WAIT_S, fail, stop_on="deadline")
     assert not run.stop.exists()
 
 

@@ -29,6 +29,14 @@ def test_a_conversation_is_one_sample_with_the_mask_on_what_was_sampled():
     assert (made.tokens, made.untrained_turns) == (3, 0)
 
 
+def test_each_token_of_a_turn_has_the_version_that_sampled_it():
+    weights = [WeightVersion(step=3), WeightVersion(step=6)]
+    spans = [VersionSpan(start=i, end=i + 1, oldest=each, newest=each) for i, each in enumerate(weights)]
+    swapped = msgspec.structs.replace(turn(None, [1], [10, 11]), spans=spans)
+    (sample,) = cut_all([swapped], step=6).samples
+    assert records.id_array(sample.versions).tolist() == [-1, 3, 6]
+
+
 def test_a_turn_without_its_experts_leaves_its_sequence_to_the_learner():
     first, second = turn(None, [1, 2], [10]), turn(0, [3], [12])
     known = [msgspec.structs.replace(first, routing=b"ab"), msgspec.structs.replace(second, routing=b"cd")]

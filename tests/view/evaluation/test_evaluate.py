@@ -11,6 +11,7 @@ import time
 import tomllib
 from collections import Counter
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import pyarrow.parquet as pq
@@ -25,6 +26,7 @@ from hpc_swe.base.store.parquet import evals, tasks
 from hpc_swe.base.store.parquet.evals import Attempt
 from hpc_swe.base.store.submissions import Started, Submitted
 from hpc_swe.cluster.executors.base import Job
+from hpc_swe.cluster.executors.local import Local
 from hpc_swe.config import config as configuration
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.launch import control, existing
@@ -96,6 +98,29 @@ def configured(small: Small, *words: str) -> RunConfig:
         ROOT / "configs/demo.toml",
         overrides=[*start.OWN, *(word for word in small.words if "=" in word), *words],
     )
+
+
+class Held(Local, frozen=True, kw_only=True):
+    """A person holds a job of the run, and others wait for nodes."""
+
+    is_here: ClassVar[bool] = False
+    waiting: ClassVar[list[Job]] = []
+
+    def queue(self, run):
+        return list(self.waiting)
+
+    def cancel(self, jobs):
+        self.waiting[:] = [job for job in self.waiting if job.job not in jobs]
+
+
+def test_a_finished_evaluation_waits_for_no_job_in_the_queue(small):
+    """Its results would come days later, and then GPUs would start for nothing."""
+    config = configured(small, *NOBODY, f"executor={{type='{__name__}:Held'}}")
+    control.start(small.out, config)
+    small.out.finished.touch()
+    Held.waiting += [Job("rollout", "7", 1, "held", "JobHeldUser"), Job("reward", "8", 1, "waiting")]
+    assert start.evaluate(small.out, config, detach=False, console=Console())
+    assert Held.waiting == []
 
 
 def test_a_role_stuck_at_the_start_leaves_no_job_of_another_role(small, monkeypatch):
