@@ -28,7 +28,7 @@ COMMANDS = {
     "make_bugs": "make buggy programs from code that works",
     "select_rows": "keep the tasks that a model sometimes solves",
     "export_episodes": "write rewarded episodes as rows to train on",
-    "unpack_model": "write a text model in bfloat16, from FP8 or from beside a model of images",
+    "unpack_model": "write a model in bfloat16, from FP8 or out of a wrapper of Mistral's",
     "benchmarks.learner": "measure steps of the learner",
     "benchmarks.loop": "compare runs over equally many samples",
 }

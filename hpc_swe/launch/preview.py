@@ -76,12 +76,12 @@ def _verdict(need: GpuNeed) -> str:
 
 
 def _host_verdict(plan: RunPlan) -> str:
-    """Say whether a node gives the learner's job what it keeps there."""
+    """Say whether a node gives the learner's job the parts that are listed; programs come on top."""
     needed, grant = sum(part.bytes for part in plan.costs.host) / GIB, plan.jobs["learner"].memory_grant
     if not grant:
-        return "host memory: no verdict, since no key of the configuration says how much the job gets"
-    fits = "fits" if needed <= grant.gib else "does not fit"
-    return f"host memory: {fits}: the job keeps at least {needed:.1f} GiB, and executor.{grant.key}"
+        return "host memory: no verdict: an option of sbatch, or this machine, says how much the job gets"
+    verdict = "the parts listed fit" if needed <= grant.gib else "does not fit"
+    return f"host memory: {verdict}: the job keeps at least {needed:.1f} GiB, and executor.{grant.key}"
 
 
 def _jobs(plan: RunPlan) -> RenderableType:

@@ -1,4 +1,4 @@
-"""Write a text model in plain bfloat16: python -m hpc_swe.unpack_model MODEL --out NEW.
+"""Write a model in plain bfloat16: python -m hpc_swe.unpack_model MODEL --out NEW.
 
 Some models are published in FP8 alone, or beside a model of images. A learner needs plain weights, and an
 engine must serve what it trains.
@@ -13,7 +13,7 @@ from hpc_swe.models.unpacked import unpack
 
 
 def _parser() -> argparse.ArgumentParser:
-    what = "Write the text model of a folder, without FP8 numbers, as a folder that a run can train from."
+    what = "Write a model without FP8 numbers, or out of a wrapper of Mistral's, as a run can train from it."
     example = "models/Devstral-Small-2-24B-Instruct-2512 --out models/devstral-small-2"
     parser = cli.parser("hpc_swe.unpack_model", what, example)
     parser.add_argument("model", type=cli.folder, metavar="MODEL", help="Hugging Face folder")
@@ -28,7 +28,7 @@ def main() -> None:
     if arguments.out.exists():
         raise ConfigError(f"--out {arguments.out} exists; remove it, or name another folder")
     count = unpack(arguments.model, arguments.out)
-    say(f"{arguments.out}: a text model in bfloat16; {count:,} tensors were in FP8")
+    say(f"{arguments.out}: a model in bfloat16; {count:,} tensors were in FP8")
 
 
 if __name__ == "__main__":

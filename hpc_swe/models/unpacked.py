@@ -1,7 +1,8 @@
-"""Write the text model of a folder in bfloat16: without FP8 numbers, and without a model of images beside it.
+"""Write a model in bfloat16: without FP8 numbers, and without the model of images in a wrapper of Mistral's.
 
 So learner, engine and deltas read the same plain tensors. A number in FP8 counts its value times the scale of
-its tensor, or of its block of that, computed in float32 and rounded once, as transformers does it.
+its tensor, or of its block of that, computed in float32 and rounded once, as transformers does it. Tensors of
+`weight_files.TYPES` stay as they are stored, since all readers convert them alike.
 """
 
 import json
@@ -12,16 +13,18 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.store import atomic
 from hpc_swe.models.model_shape import read_json
 from hpc_swe.models.rope import ENGINE_KEY, QUERY_BETA, Rope
-from hpc_swe.models.weight_files import HEAD, IGNORED, INDEX, SINGLE, StoredTensor, locate
+from hpc_swe.models.weight_files import HEAD, IGNORED, SINGLE, TYPES, StoredTensor, locate
 
 FP8, SCALE = "F8_E4M3", "_scale_inv"
 BESIDE = (SCALE, ".activation_scale", IGNORED)
@@ -37,8 +40,20 @@ RENAMED = {
 """Beginnings of names in a wrapper's files -> those of the text model alone; others belong to images."""
 PIECE = 1 << 24
 """Numbers that are in memory at once."""
+Size = Annotated[int, Meta(gt=0)]
 COMPANIONS = (".json", ".jinja", ".txt", ".model")
-OF_IMAGES = ("preprocessor_config.json", "processor_config.json")
+REPLACED = ("config.json", "params.json", "MANIFEST.json")
+OF_IMAGES = "processor_config.json"
+
+
+class _Quantization(Struct):
+    quant_method: str = ""
+    weight_block_size: tuple[Size, Size] | None = None
+
+
+class _Config(Struct):
+    model_type: str
+    quantization_config: _Quantization | None = None
 
 
 @dataclass(frozen=True)
@@ -84,22 +99,28 @@ def unpack(model: Path, target: Path) -> int:
 
     Raise ConfigError if the model needs nothing of that, or cannot be unpacked, and StorageError.
     """
-    config, stored = read_json(model / "config.json"), locate(model)
-    quantized, wrapped = config.get("quantization_config"), config.get("model_type") in WRAPPERS
+    where = model / "config.json"
+    config, stored = read_json(where), locate(model)
+    try:
+        known = msgspec.convert(config, _Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}; copy the model again") from error
+    quantized, wrapped = known.quantization_config, known.model_type in WRAPPERS
     if not quantized and not wrapped:
         raise ConfigError(
             f"{model}: its weights are neither in FP8 nor beside a model of images; use it as it is"
         )
-    if quantized and quantized.get("quant_method") != "fp8":
-        raise ConfigError(
-            f"{model / 'config.json'}: quantization_config is not of FP8; get the model without it"
-        )
-    block = (quantized or {}).get("weight_block_size")
+    if quantized and quantized.quant_method != "fp8":
+        raise ConfigError(f"{where}: quantization_config is not of FP8; get the model without it")
+    block = quantized.weight_block_size if quantized else None
     sources = {
         new: _source(stored, name, block)
         for name in stored
         if not name.endswith(BESIDE) and (new := _renamed(name, wrapped))
     }
+    count = sum(source.scales is not None for source in sources.values())
+    if quantized and not count:
+        raise ConfigError(f"{where} has quantization_config, but no tensor is in {FP8}; copy the model again")
     text = _text_config(model, config)
     if wrapped:
         text["tie_word_embeddings"] = HEAD not in sources
@@ -107,11 +128,12 @@ def unpack(model: Path, target: Path) -> int:
         target.mkdir(parents=True)
         _write(target / SINGLE, sources)
         for path in model.iterdir():
-            is_other = path.name in (INDEX, "config.json", "MANIFEST.json", *(OF_IMAGES if wrapped else ()))
+            is_other = path.name in REPLACED or path.name.endswith(".index.json")
+            is_other |= wrapped and path.name.endswith(OF_IMAGES)
             if path.suffix in COMPANIONS and not is_other:
                 shutil.copyfile(path, target / path.name)
         (target / "config.json").write_text(json.dumps(text, indent=2))
-    return sum(source.scales is not None for source in sources.values())
+    return count
 
 
 def bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
@@ -139,10 +161,14 @@ def _renamed(name: str, wrapped: bool) -> str:
     return next((new + name.removeprefix(old) for old, new in RENAMED.items() if name.startswith(old)), "")
 
 
-def _source(stored: Mapping[str, StoredTensor], name: str, block: list[int] | None) -> UnpackedTensor:
+def _source(stored: Mapping[str, StoredTensor], name: str, block: tuple[int, int] | None) -> UnpackedTensor:
     tensor, scale = stored[name], stored.get(f"{name}{SCALE}")
-    if tensor.dtype != FP8:
+    if tensor.dtype in TYPES:
         return UnpackedTensor(tensor)
+    if tensor.dtype != FP8:
+        raise ConfigError(
+            f"{tensor.path} has {name} in {tensor.dtype}; get the model in {FP8}, {', '.join(TYPES)} alone"
+        )
     if scale is None:
         raise ConfigError(f"{tensor.path} has {name} in FP8, but no {name}{SCALE}; copy the model again")
     *leading, columns = tensor.shape

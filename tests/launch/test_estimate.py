@@ -424,14 +424,21 @@ def test_a_dry_run_compares_what_is_needed_with_what_a_gpu_has(tmp_path, read, g
 
 
 @pytest.mark.parametrize(
-    ("gb", "said"),
+    ("key", "said"),
     [
-        (400, "fits: the job keeps at least 45.8 GiB, and executor.roles.learner.mem_gb = 400"),
-        (40, "does not fit: the job keeps at least 45.8 GiB, and executor.roles.learner.mem_gb = 40"),
+        (
+            "mem_gb=46",
+            "the parts listed fit: the job keeps at least 45.8 GiB, and executor.roles.learner.mem_gb = 46",
+        ),
+        (
+            "mem_gb=40",
+            "does not fit: the job keeps at least 45.8 GiB, and executor.roles.learner.mem_gb = 40",
+        ),
+        ("options.mem=400G", "no verdict: an option of sbatch, or this machine, says how much the job gets"),
     ],
 )
-def test_a_dry_run_compares_host_memory_with_what_a_job_asks_for(tmp_path, read, gb, said):
-    words = ["policy.dtype=bfloat16", "policy.offload_optimizer=1", f"executor.roles.learner.mem_gb={gb}"]
+def test_a_dry_run_compares_host_memory_with_what_a_job_asks_for(tmp_path, read, key, said):
+    words = ["policy.dtype=bfloat16", "policy.offload_optimizer=1", f"executor.roles.learner.{key}"]
     found = preview.cost_tables(RunPlan(RunDir(tmp_path / "run"), read(*words)))
     assert f"host memory: {said}" in found
 

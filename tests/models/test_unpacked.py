@@ -23,6 +23,8 @@ from tests.kit.ranks import tiny  # noqa: E402
 
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 VISION |= {"image_size": 16, "patch_size": 4, "model_type": "pixtral"}
+LEFT_OUT = ("params.json", "consolidated.safetensors.index.json", "processor_config.json")
+LEFT_OUT += ("video_preprocessor_config.json",)
 STATIC = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
 
 
@@ -55,7 +57,8 @@ def published(tmp_path_factory) -> Path:
     config = json.loads((folder / "config.json").read_text()) | {"quantization_config": STATIC}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
-    (folder / "processor_config.json").write_text("{}")
+    for name in LEFT_OUT:
+        (folder / name).write_text("{}")
     return folder
 
 
@@ -86,7 +89,7 @@ def test_a_published_devstral_becomes_a_text_model_that_all_read_alike(published
     assert config["llama_4_scaling"] == tiny.SCALED
     assert config["rope_parameters"]["apply_yarn_scaling"] is False, "whose mscale vLLM 0.26 does not read"
     assert {path.name for path in target.iterdir()} >= {"tokenizer.json"}
-    assert not (target / "processor_config.json").exists()
+    assert not any((target / name).exists() for name in LEFT_OUT)
     model = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     whole = transformers.Mistral3ForConditionalGeneration(
         transformers.Mistral3Config.from_pretrained(published)
@@ -138,6 +141,9 @@ def test_blocks_with_scales_of_their_own_are_unpacked_in_any_family(tmp_path):
             "",
             "text_config.model_type = 'gemma3' is none of mistral",
         ),
+        ({"quantization_config": "fp8"}, "", r"m/config.json: Expected .*`\$.quantization_config`; copy"),
+        ({"model_type": None}, "", "m/config.json: .*required field `model_type`"),
+        ({"quantization_config": STATIC | {"weight_block_size": [4]}}, "", "length 2, .*weight_block_size`"),
         ({"text_config": {"model_type": "ministral3"}}, "", "rope_parameters lacks llama_4_scaling_beta"),
     ],
 )
@@ -145,10 +151,29 @@ def test_a_folder_that_cannot_be_unpacked_is_refused(published, tmp_path, config
     folder = tmp_path / "m"
     folder.mkdir()
     found = json.loads((published / "config.json").read_text()) | config
-    (folder / "config.json").write_text(json.dumps(found))
+    (folder / "config.json").write_text(
+        json.dumps({key: each for key, each in found.items() if each is not None})
+    )
     stored = load_file(published / "model.safetensors")
     stored.pop(lost, None)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=message):
         unpack(folder, tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [
+        (torch.float8_e5m2, "has w in F8_E5M2; get the model in F8_E4M3, BF16"),
+        (torch.int8, "has w in I8; get the model in F8"),
+        (torch.bfloat16, "m/config.json has quantization_config, but no tensor is in F8_E4M3"),
+    ],
+)
+def test_numbers_that_would_be_copied_as_they_are_are_refused(tmp_path, dtype, message):
+    folder = tmp_path / "m"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "quantization_config": STATIC}))
+    save_file({"w": torch.ones(4, 4).to(dtype)}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        unpack(folder, tmp_path / "new")

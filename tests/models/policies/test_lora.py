@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,6 +23,7 @@ from hpc_swe.models.engines._vllm.update import describe  # noqa: E402
 from hpc_swe.models.engines.base import Weights  # noqa: E402
 from hpc_swe.models.model_shape import ModelShape  # noqa: E402
 from hpc_swe.models.policies._megatron.counts import adapter_parameters  # noqa: E402
+from hpc_swe.models.policies._megatron.weights.lora import Adapters  # noqa: E402
 from hpc_swe.models.policies.megatron import Megatron  # noqa: E402
 from tests.kit.ranks import launcher, tiny  # noqa: E402
 
@@ -338,6 +340,13 @@ def test_an_export_that_one_rank_cannot_write_is_one_error_on_all(runs, carrier)
     first, second = (answer[f"refused-{carrier}"] for answer in runs.answers["bfloat16"])
     assert first == second
     assert first.startswith("/sys")
+
+
+def test_rank_0_raises_what_all_ranks_raise_even_where_it_cannot_write(tmp_path):
+    (tmp_path / "file").touch()
+    rank_0 = SimpleNamespace(_ranks=SimpleNamespace(rank=0), _sources=[], _gathered=list)
+    with pytest.raises(FloatingPointError), Adapters.writing(rank_0, tmp_path / "file", tmp_path):
+        raise FloatingPointError
 
 
 def test_a_folder_of_adapters_says_what_peft_must_know(runs):

@@ -13,7 +13,7 @@ the other factor is whole on every rank, and its gradient is a sum over the rank
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -267,7 +267,8 @@ class Adapters:
         """Write a folder that PEFT loads onto `model`, until the block ends; all ranks must call it.
 
         Rank 0 writes it. Before the block factors are gathered one after another, because no rank waits for
-        one whose writing has failed; rank 0 raises StorageError after the block.
+        one whose writing has failed; rank 0 raises StorageError after the block. An error of the block comes
+        first, since all ranks may have it.
         """
         names = [f"{PREFIX}{source}.lora_{kind}.weight" for source in self._sources for kind in "AB"]
         files = TensorFiles([folder / ADAPTER_TENSORS], names) if self._ranks.rank == 0 else None
@@ -277,11 +278,15 @@ class Adapters:
                 files.add(named)
         try:
             yield
-        finally:
-            if files:
-                with atomic.storage(folder):
+        except BaseException:
+            with suppress(OSError):
+                if files:
                     files.finish()
-                    (folder / ADAPTER_CONFIG).write_text(json.dumps(self._peft(model), indent=2))
+            raise
+        if files:
+            with atomic.storage(folder):
+                files.finish()
+                (folder / ADAPTER_CONFIG).write_text(json.dumps(self._peft(model), indent=2))
 
     def _gathered(self) -> Iterator[dict[str, Tensor]]:
         """Yield whole factors by name, of one matrix at a time; all ranks must run to the end."""
