@@ -37,6 +37,8 @@ MAX_TOKEN_CHARS = 16
 """Highest mean of a prompt that is tokenized; real text has far fewer characters per token."""
 LINGER_S = 30.0
 """Seconds that a program gets to end or to send a shorter request after a full context or its last turn."""
+OUT_OF_CONTEXT = Refusal(ExitStatus.CONTEXT, "the context ended before the reply", is_side_request=False)
+"""What the next request would be told: a program may take half a reply for the last one, and end."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Exchange:
     continues: bool
     """Whether the request extends an earlier one; side requests do not."""
     reply: Reply
+    fills_context: bool
+    """Whether the reply ended because the context did."""
     prompt_tokens: int
     completion_tokens: int
 
@@ -95,7 +99,7 @@ class Recorder:
         self.failure: EpisodeError | None = None
         """The infrastructure failure of the episode, however the agent reports it."""
         self.refusal: Refusal | None = None
-        """Why the last request was refused, unless a conversation continued since."""
+        """Why the last request was refused, or the next one would be; None after one that continued."""
 
     def __call__(self, messages: Sequence[Message], tools: str = "") -> Reply:
         """Return the policy's next message. `tools` is the JSON list that the chat template shows, or empty.
@@ -135,7 +139,9 @@ class Recorder:
         reply = self._builder.reply(sampled.token_ids, truncated=cut, tools=tools)
         self.counts["parse_errors"] += bool(reply.parse_error)
         history = [*messages, Message(role="assistant", content=reply.content, tool_calls=reply.tool_calls)]
-        return Exchange(index, place, history, continues, reply, len(prompt), len(sampled.token_ids))
+        fills_context = cut and sampling.max_tokens < self._sampling.max_tokens
+        sizes = len(prompt), len(sampled.token_ids)
+        return Exchange(index, place, history, continues, reply, fills_context, *sizes)
 
     def deliver(self, exchange: Exchange) -> None:
         """Note that the reply reached the agent, so that its turn may be trained and extended."""
@@ -146,7 +152,7 @@ class Recorder:
             # The program got an answer and continues: its next action may take longer than `linger_s`.
             self._refused_at = math.inf
             if exchange.continues:
-                self.refusal = None
+                self.refusal = OUT_OF_CONTEXT if exchange.fills_context else None
                 self._openings.append(exchange.history[:1])
 
     def retract(self, exchange: Exchange) -> None:

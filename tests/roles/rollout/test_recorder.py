@@ -13,7 +13,17 @@ import pytest
 from hpc_swe.agents.chat import TokenBuilder
 from hpc_swe.agents.loops.base import ContextFull, Reply
 from hpc_swe.base.errors import ConfigError, EngineError, SandboxError
-from hpc_swe.base.records import FREE, Message, Node, Sampling, ToolCall, WeightVersion, float_array, id_array
+from hpc_swe.base.records import (
+    FREE,
+    ExitStatus,
+    Message,
+    Node,
+    Sampling,
+    ToolCall,
+    WeightVersion,
+    float_array,
+    id_array,
+)
 from hpc_swe.base.store import atomic
 from hpc_swe.models.engines.base import Completion
 from hpc_swe.roles.coordinator.batching.samples import add_routing, make_samples
@@ -383,6 +393,18 @@ def test_a_full_context_is_no_failure(run, builder):
         on.recorder(history)
     assert on.recorder.failure is None
     assert on.recorder.counts["context_full"] == 1
+
+
+def test_a_program_that_ends_with_half_a_reply_has_a_full_context(run, builder):
+    on = stage(run, builder)
+    first = on.recorder(START)
+    on.recorder([*START, answer(first), tool("x")])
+    assert on.recorder.refusal is None
+    spent = sum(len(turn.appended_ids + turn.completion_ids) // 4 for turn in on.recorder.close(""))
+    on = stage(run, builder, context=spent - 1)
+    on.recorder([*START, answer(on.recorder(START)), tool("x")])
+    assert on.recorder.refusal is not None
+    assert on.recorder.refusal.status == ExitStatus.CONTEXT
 
 
 @pytest.mark.slow
