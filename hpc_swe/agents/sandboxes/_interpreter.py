@@ -61,10 +61,10 @@ class Command:
         host, reaper, first = self._start(files)
         try:
             yield host, first
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(reaper, signal.SIGKILL)  # the command may have stopped it
         finally:
             host.close()
+            with suppress(ProcessLookupError):  # it ends with its socket, but the command may have stopped it
+                signal.pidfd_send_signal(reaper, signal.SIGCONT)
             os.close(reaper)
             os.close(first)
 

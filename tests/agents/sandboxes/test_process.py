@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -109,11 +110,20 @@ def test_killing_its_reaper_ends_a_program_alone(task):
 
 
 @pytest.mark.slow
-def test_a_reaper_that_its_command_has_stopped_is_killed(task):
+def test_a_reaper_that_its_command_has_stopped_ends_with_it(task):
+    def ended(reaper: str) -> bool:
+        return not Path(f"/proc/{reaper.strip()}").exists()
+
     with Process().open(task) as sandbox:
         result = sandbox.run("kill -STOP $PPID; echo $PPID; sleep 600", 1.0)
         assert result.timed_out
-        until(lambda: not Path(f"/proc/{result.output.strip()}").exists(), "the reaper's end")
+        until(lambda: ended(result.output), "the reaper's end")
+    stops = "import os, time; print(os.getppid(), flush=True); os.kill(os.getppid(), 19); time.sleep(600)"
+    said: list[str] = []
+    with Process().open(task) as sandbox, suppress(KeyError), sandbox.session(stops) as session:
+        until(lambda: said.append(session.printed()) or "\n" in said[-1], "the number of the reaper")
+        raise KeyError
+    until(lambda: ended(said[-1]), "the end of a reaper whose session is left by an exception")
 
 
 def test_a_command_is_started_again_when_the_interpreter_dies(task, tmp_path):
