@@ -32,7 +32,7 @@ class ShownFast:
         self.known.clear()  # pytest now collects garbage, which takes long over syntax trees
     @pytest.hookimpl(tryfirst=True)
     def pytest_keyboard_interrupt(self, excinfo):
-        if type(excinfo.value) is not KeyboardInterrupt:  # only its message is shown
+        if "KeyboardInterrupt" not in repr(excinfo.value):  # only the message is shown
             plain = excinfo.getrepr
             excinfo.getrepr = lambda **named: plain(**{**named, "style": "native"})
 try:

@@ -66,7 +66,7 @@ class Recorded:
 
     def __call__(self, messages: Sequence[Message], tools: str = "") -> Reply:
         self.ledger.enter(self.doing)
-        reply = self.replies.pop(0)
+        reply = self.replies.pop(0) if self.replies else Message(role="assistant", content="")
         self.doing = reply.tool_calls[0].name if reply.tool_calls else "no call"
         return Reply(content=reply.content, tool_calls=reply.tool_calls)
 

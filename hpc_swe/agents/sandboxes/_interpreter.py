@@ -81,7 +81,7 @@ class Command:
             answer = b""
             with suppress(OSError):
                 answer, files, _, _ = socket.recv_fds(host, 256, 2)
-                if files:
+                if len(files) == 2:
                     return host, files[0], files[1]
             host.close()
             if answer:  # there is no room for a process, which other commands may leave soon

@@ -419,6 +419,17 @@ def test_too_much_memory_ends_the_session(kind):
         assert debug.use("bash", command="echo alive").startswith("alive")
 
 
+def test_a_program_imports_its_own_files_before_modules_that_are_loaded(kind):
+    files = task(
+        prog="import calendar, random\nprint(calendar.OWN, random.OWN)\n",
+        calendar="OWN = 1",
+        random="OWN = 2",
+    )
+    with session(made(kind), files) as debug:
+        debug.start("prog.py", runner="python")
+        assert "1 2" in debug("c")
+
+
 def test_another_interpreter_runs_the_program(kind):
     python = "/usr/bin/python3" if kind == "apptainer" else sys.executable
     program = "import sys\nprint(sys.executable, sys.flags.isolated, sys.argv[1:])\n"

@@ -59,9 +59,19 @@ def run_pytest(debugger: Debugger, words: list[str]) -> str:
     return f"pytest has ended with exit status {status:d}"
 
 
+def forget_modules(folder: str) -> None:
+    """Let imports find the folder's own files, where this process has loaded modules of the same names."""
+    own = {name.partition(".")[0] for name in os.listdir(folder)}
+    for name, module in list(sys.modules.items()):
+        origin = getattr(getattr(module, "__spec__", None), "origin", None)
+        if name.partition(".")[0] in own and origin not in (None, "built-in", "frozen"):
+            del sys.modules[name]
+
+
 def run_script(debugger: Debugger, words: list[str]) -> str:
     """Run a file as ``python FILE`` does, and return how it ended."""
     path = debugger.program
+    forget_modules(os.path.dirname(path))
     with open(path, "rb") as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
     main = sys.modules["__main__"] = types.ModuleType("__main__")
