@@ -102,6 +102,11 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         """Refuse arguments with which an engine would answer falsely."""
         vllm_environment.require_sound_graphs(self.extra)
+        if self.head_dtype != "auto" and any(word.startswith("--hf-overrides") for word in self.extra):
+            raise ConfigError(
+                f"[engine] head_dtype = {self.head_dtype!r} would be lost, since vLLM takes the last "
+                "--hf-overrides, which is that of extra; write head_dtype into it, and not as a key"
+            )
 
     def command(self, model: Path, host: str, port: int, name: str, context: int) -> Sequence[str]:
         if not (model / "config.json").is_file():

@@ -37,8 +37,10 @@ MAX_TOKEN_CHARS = 16
 """Highest mean of a prompt that is tokenized; real text has far fewer characters per token."""
 LINGER_S = 30.0
 """Seconds that a program gets to end or to send a shorter request after a full context or its last turn."""
-OUT_OF_CONTEXT = Refusal(ExitStatus.CONTEXT, "the context ended before the reply", is_side_request=False)
-"""What the next request would be told: a program may take half a reply for the last one, and end."""
+OUT_OF_CONTEXT = Refusal(
+    ExitStatus.CONTEXT, "the context was full before the reply ended", is_side_request=False
+)
+"""Holds after a reply that was cut: a program may take it for its last one, and end without a request."""
 
 
 @dataclass(frozen=True)

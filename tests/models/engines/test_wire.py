@@ -208,6 +208,8 @@ def test_logits_are_rounded_unless_they_are_asked_for_in_float32(tmp_path: Path)
     rounded, exact = (list(each.command(tmp_path, "h", 1, "run", 64)) for each in given)
     assert "--hf-overrides" not in rounded
     assert exact[exact.index("--hf-overrides") + 1] == '{"head_dtype":"float32"}'
+    with pytest.raises(ConfigError, match="head_dtype = 'float32' would be lost"):
+        Vllm(head_dtype="float32", extra=["--hf-overrides={}"])
 
 
 def test_files_of_mistral_s_own_library_are_not_taken(tmp_path: Path) -> None:
