@@ -59,7 +59,7 @@ class Trier:
         if not failed:
             return "all tests that run the changed lines pass", {}
         row = self._row(source, survey, mutant, task_id, failed[:MOST_OF_KIND], passed[:MOST_OF_KIND])
-        return self._complaint(source.target, row) or VALID, row
+        return self._complaint(source.target, row, survey) or VALID, row
 
     def _row(
         self,
@@ -102,7 +102,7 @@ class Trier:
             "absent": list(source.absent),
         }
 
-    def _complaint(self, target: str, row: dict[str, Any]) -> str:
+    def _complaint(self, target: str, row: dict[str, Any], survey: Survey) -> str:
         """Let the grader judge the original and the mutant, and run what the agent sees."""
         task = self._task(row)
         reference = difference(target, task.files[target], row["fixed"][0]["content"])
@@ -115,6 +115,9 @@ class Trier:
         seen = self.place.run(task, [*task.tests.files], [], self.timeout_s)
         if seen is None or all(test.has_passed for test in seen.tests.values()):
             return "the tests that the agent sees do not show the fault"
+        failed = {id_ for id_, test in seen.tests.items() if test.outcome == "failed"}
+        if failed - survey.tests.keys():  # as those of a mixin that pytest takes for a class of tests
+            return "the agent sees tests that fail for the original, too"
         return ""
 
     def _task(self, row: dict[str, Any]) -> Task:

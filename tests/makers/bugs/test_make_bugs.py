@@ -50,12 +50,17 @@ def largest(*areas):
     3
     """
     return max(areas)
+
+
+def perimeter(side):
+    """Return the length of a square's border."""
+    return 4 * side
 '''
 TESTS = """import unittest
 
 import pytest
 
-from shapes import largest, square, triangle
+from shapes import largest, perimeter, square, triangle
 
 
 @pytest.mark.parametrize("side", [1, 2, 7])
@@ -85,6 +90,18 @@ class TestShapes(Base, unittest.TestCase):
 
     def test_only(self):
         self.assertEqual(largest(-1), -1)
+
+
+class TestMixin:
+    def test_perimeter(self):
+        self.assertEqual(perimeter(3), 12)
+
+    def test_no_border(self):
+        self.assertEqual(perimeter(0), 0)
+
+
+class PerimeterTest(TestMixin, unittest.TestCase):
+    pass
 
 
 def test_that_fails():
@@ -156,6 +173,7 @@ def test_a_made_task_pays_for_its_repair_and_for_nothing_else(out):
 
 @pytest.mark.slow
 def test_half_of_the_failing_tests_are_hidden_and_the_others_are_seen(out):
+    """Those that are seen pass for the original, so that a repair can be told from a further fault."""
     for task in made(out[0]):
         seen, full = task.files["test_shapes.py"], task.tests.files["test_shapes.py"]
         assert "test_that_fails" not in full, "only tests that pass for the original belong to a task"
@@ -163,6 +181,9 @@ def test_half_of_the_failing_tests_are_hidden_and_the_others_are_seen(out):
         assert task.tests.fail_to_pass
         with Process().open(task) as sandbox:
             assert "failed" in Evaluate()(sandbox, task)
+            sandbox.write("shapes.py", SHAPES.encode())
+            assert "failed" not in Evaluate()(sandbox, task)
+    assert "the agent sees tests that fail for the original, too" in out[1]
     rows = [row for file in out[0].glob("*.parquet") for row in pq.read_table(file).to_pylist()]
     assert {"task_id", "problem_statement", "prompt", "extra_info"} < set(rows[0])
     assert all(SHAPES in (fixed["content"] for fixed in row["fixed"]) for row in rows)
