@@ -19,7 +19,7 @@ demo: image  ## train on this machine and show what was learned
 
 demo-gpu: gpu  ## the same on one GPU of this machine
 	containers/build_image.sh
-	.venv-gpu/bin/python -m hpc_swe.demo configs/demo_gpu.toml --out runs/demo-gpu
+	.venv-gpu/bin/python -m hpc_swe.demo configs/demo_gpu.toml $(WITH) --out runs/demo-gpu
 
 test: image  ## every test that needs no GPU
 	containers/build_agents.sh || true
