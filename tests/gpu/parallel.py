@@ -351,6 +351,7 @@ def main() -> int:
         print(f"{max(sizes)} GPUs are needed, or {gpus.SHARED}=1; {torch.cuda.device_count()} found")
         return 2
     disable_progress_bar()
+    tiny.use_plain_torch()
     device, facts = torch.cuda.get_device_name() if CUDA else "CPU", Facts.find(torch.bfloat16, 128)
     print(f"torch {torch.__version__}, {device}, attention in bfloat16: {describe(facts)}", flush=True)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it before cases that repeat

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 VISION = {
-    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64,
-    "patch_size": 4, "num_position_embeddings": 16,
+    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4,
+    "num_position_embeddings": 16,
 }  # fmt: skip
 
 
@@ -39,7 +39,11 @@ def save_random(
 
 
 def save_wrapped(
-    folder: Path, family: str, text: Mapping[str, object], change: Callable[[str, Any], object]
+    folder: Path,
+    family: str,
+    text: Mapping[str, object],
+    change: Callable[[str, Any], object],
+    dtype: str = "float32",
 ) -> Path:
     """Save a model of text and images as it is published; a tensor beside them is in bfloat16."""
     import torch
@@ -47,13 +51,14 @@ def save_wrapped(
     from safetensors.torch import load_file, save_file
 
     config = getattr(transformers, f"{family}Config")
-    config = config(text_config=text, vision_config=VISION, tie_word_embeddings=text["tie_word_embeddings"])
+    vision = VISION | {"out_hidden_size": text["hidden_size"]}
+    config = config(text_config=text, vision_config=vision, tie_word_embeddings=text["tie_word_embeddings"])
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             change(name, parameter)
-    model.save_pretrained(folder, save_original_format=False)
+    model.to(getattr(torch, dtype)).save_pretrained(folder, save_original_format=False)
     tensors = load_file(folder / "model.safetensors")
     more = {"mtp.norm.weight": torch.randn(64).bfloat16()}
     save_file(tensors | more, folder / "model.safetensors", metadata={"format": "pt"})

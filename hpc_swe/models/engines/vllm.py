@@ -139,7 +139,7 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
         if self.tensor_parallel == 1:
             options["distributed-executor-backend"] = "uni"
         flags = ["--tokens-only", "--disable-uvicorn-access-log", "--enable-logging-iteration-details"]
-        flags += ["--enforce-eager"] if self.device == "cpu" else []
+        flags += vllm_environment.flags_of(read_config(model), on_gpu=self.device == "gpu")
         flags += ["--enable-return-routed-experts"] if self.return_routing else []
         beside = Path(sys.executable).with_name("vllm")
         program = self.program or (str(beside) if beside.exists() else shutil.which("vllm"))

@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
+from inspect import unwrap
 from pathlib import Path
 
 import msgspec
@@ -80,6 +82,13 @@ def move(name: str, parameter: Tensor) -> None:
         parameter.sub_(4)  # a state lasts for many tokens
     if name.endswith("conv1d.weight"):
         parameter.mul_(6)
+
+
+def use_plain_torch() -> None:
+    """Let transformers compute delta nets in torch, because kernels of fla-core round float32."""
+    for kind in ("qwen3_5", "qwen3_5_moe"):
+        modeling = import_module(f"transformers.models.{kind}.modeling_{kind}")
+        modeling.torch_chunk_gated_delta_rule = unwrap(modeling.torch_chunk_gated_delta_rule)
 
 
 def make_models(folder: Path) -> dict[str, Path]:

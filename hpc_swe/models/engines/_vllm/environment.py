@@ -2,10 +2,12 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hpc_swe.base.errors import ConfigError
+from hpc_swe.models.model_shape import has_delta_nets
 
 TOKEN = "HPC_SWE_ENGINE_TOKEN"
 """Variable with the token that every route asks for."""
@@ -22,6 +24,16 @@ def require_sound_graphs(arguments: Sequence[str]) -> None:
             "[engine.extra] has cudagraph_mode FULL: with graphs of steps that read prompts, engines sampled "
             "noise at times; write FULL_DECODE_ONLY, or leave it to vLLM"
         )
+
+
+def flags_of(config: Mapping[str, Any], *, on_gpu: bool) -> list[str]:
+    """Return the arguments that a device and a model need, of which `config` is the config.json."""
+    flags = ["--language-model-only"] if "text_config" in config else []  # images would need a tokenizer
+    if not on_gpu:
+        flags.append("--enforce-eager")
+    elif has_delta_nets(config):
+        flags.append("--gdn-prefill-backend=triton")  # FlashInfer's kernels would be compiled on the node
+    return flags
 
 
 def environment(token: str, *, on_cpu: bool) -> dict[str, str]:
