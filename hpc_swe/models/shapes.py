@@ -94,8 +94,7 @@ SHAPES: dict[str, dict[str, object]] = {
 """Name -> config.json; the sizes are those of Qwen3, or of text models of Qwen3.5, and `tiny` ones are for
 machines without a GPU.
 
-Those of 3.5-9B and 3.5-35B-A3B were not compared with the published files; 9.0 and 34.7 billion parameters
-fit these names.
+Those of 3.5-9B are of the model's card, and those of 3.5-35B-A3B of the script with which slime trains it.
 """
 
 
