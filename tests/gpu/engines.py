@@ -195,7 +195,7 @@ class Comparison:
     def __init__(self, case: str, folder: Path) -> None:
         self._case, self._folder = case, folder
         self._family = case.removesuffix("-2")
-        is_hybrid = SHAPES[self._family][0].startswith("Qwen3_5")
+        self._is_hybrid = is_hybrid = SHAPES[self._family][0].startswith("Qwen3_5")
         self._dtype = "bfloat16" if is_hybrid else DTYPE  # of which a CPU has no other
         self._routes = CUDA and self._family == "experts"
         self._engine = msgspec.structs.replace(
@@ -224,7 +224,8 @@ class Comparison:
         opened, log = weights.folder, Path(tempfile.gettempdir()) / f"engine-{self._case}.log"
         with serving(self._engine, weights.folder, log, weights.version) as url:
             done = self._sample(url, self._prompts())
-            if CUDA and (slow := [line for line in log.read_text().splitlines() if FALLBACK in line]):
+            slow = [line for line in log.read_text().splitlines() if FALLBACK in line]
+            if CUDA and slow and not self._is_hybrid:  # of which vLLM has one tensor in float32
                 raise EngineError(f"{self._case}: {slow[0]}")
             yield from self._compare("start", learner, done, opened, {})
             for name in ("delta", "full"):

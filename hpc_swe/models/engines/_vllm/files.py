@@ -22,7 +22,7 @@ from torch import Tensor
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.models.deltas.low_rank import ADAPTER_CONFIG, Factors
 from hpc_swe.models.deltas.tensor_delta import Changes, Digests, text
-from hpc_swe.models.weight_files import HEAD, IGNORED, INDEX, StoredTensor, locate
+from hpc_swe.models.weight_files import HEAD, IGNORED, INDEX, UNTRAINED, StoredTensor, locate
 
 MODEL_REMEDY = "restore the files of `model` as they were when the run started"
 CODES, OTHERS = ":codes", ":others"
@@ -121,8 +121,8 @@ def _entries(files: Iterable[Path], is_tied: bool) -> Iterator[tuple[Path, Any, 
 
 
 def _is_taken(name: str, is_tied: bool) -> bool:
-    """Return whether vLLM does not ignore it, as it does a tied head and angles of older checkpoints."""
-    return not (is_tied and name == HEAD) and not name.endswith(IGNORED)
+    """Return whether vLLM does not ignore it, as it does a tied head, angles, and what is beside a text."""
+    return not (is_tied and name == HEAD or name.endswith(IGNORED) or name.startswith(UNTRAINED))
 
 
 def _located(folder: Path, is_tied: bool) -> dict[str, StoredTensor]:
