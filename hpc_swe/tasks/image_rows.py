@@ -2,6 +2,7 @@
 
 SWE-smith: the column `patch` makes the fault, in the repository of an image that many rows share. R2E-Gym:
 the tests lie in the image beside the repository, and a solution makes every one end as the reference does.
+Scale-SWE: some of the tests are a script, which becomes a part of the test patch.
 """
 
 import re
@@ -14,6 +15,8 @@ from hpc_swe.tasks.patch_text import normalised, reversed_patch
 
 HEAD = "HEAD"
 """The commit that an image's repository is at, for rows that name none which it has."""
+SCRIPT = "test_fail_to_pass.py"
+"""The file in which the tests of Scale-SWE expect a row's script."""
 _OF_R2E = "r2e_tests run_tests.sh install.sh syn_issue.json expected_test_output.json execution_result.json"
 _OF_R2E += " parsed_commit.json modified_files.json modified_entities.json"
 """Files that its makers left in /testbed, which show the tests or the solution."""
@@ -50,6 +53,21 @@ def of_smith(row: Mapping[str, Any], names_of: Callable[[str], list[str]]) -> di
         # As its own harness does: the other files stay, and are not run.
         "PASS_TO_PASS": [name for name in pass_to_pass if name.partition("::")[0] in files],
     }
+
+
+def of_scale(row: Mapping[str, Any], _: Callable[[str], list[str]]) -> dict[str, Any]:
+    """Return the test patch of a row of Scale-SWE, whose `f2p_script` is a file of its own.
+
+    Its `pre_commands` check out the base commit and hide its future, as our images do. They are not run.
+    """
+    script, patch = (str(row.get(name) or "") for name in ("f2p_script", "f2p_patch"))
+    if not (script + patch).strip():
+        raise ValueError("columns f2p_script and f2p_patch are missing or empty")
+    if script.strip():
+        lines = script.removesuffix("\n").split("\n")
+        added = ["--- /dev/null", f"+++ b/{SCRIPT}", f"@@ -0,0 +1,{len(lines)} @@"]
+        patch = normalised(patch) + "\n".join([*added, *(f"+{line}" for line in lines)])
+    return {"test_patch": patch}
 
 
 class _Range(msgspec.Struct):

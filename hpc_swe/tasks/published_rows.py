@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from hpc_swe.base.errors import ConfigError
-from hpc_swe.tasks.image_rows import of_r2e, of_smith
+from hpc_swe.tasks.image_rows import of_r2e, of_scale, of_smith
 from hpc_swe.tasks.recipes import Recipe
 from hpc_swe.tasks.swebench_rows import NO_TESTS, Record, Row, columns, parse
 
@@ -69,10 +69,17 @@ class PublishedSet(msgspec.Struct, frozen=True, kw_only=True):
     def has(self, values: Mapping[str, Any]) -> bool:
         """Return whether a row of these columns belongs to the set."""
         fits = self.known_by <= values.keys() and not self.lacks & values.keys()
-        return fits and (not self.repositories or values.get("repo") in self.repositories)
+        return fits and (not self.repositories or str(values.get("repo")) in self.repositories)
 
 
 SETS = (
+    PublishedSet(
+        title="SWE-Lego",
+        known_by=frozenset({"image_name", "test_cmd"}),
+        image=("{image_name}",),
+        command=("{test_cmd}",),
+        conda=True,
+    ),
     PublishedSet(
         title="SWE-rebench V2",
         known_by=frozenset({"install_config", "image_name", "language"}),
@@ -101,19 +108,19 @@ SETS = (
         known_by=frozenset({"test_cmds", "print_cmds"}),
         image=("{docker_image}", "starryzhang/sweb.eval.x86_64.{id}"),
         command=("{rebuild_cmds?}\n{test_cmds}\n{print_cmds?}",),
-        parser=("{log_parser}",),
+        parser=("{parser}", "{log_parser}"),
     ),
     PublishedSet(
         title="SWE-bench-Live",
         known_by=frozenset({"test_cmds"}),
         image=("{docker_image}", "starryzhang/sweb.eval.x86_64.{id}"),
         command=("{test_cmds}",),
-        parser=("{log_parser}",),
+        parser=("{parser}", "{log_parser}"),
     ),
     PublishedSet(
         title="SWE-bench Pro",
-        known_by=frozenset({"dockerhub_tag"}),
-        image=("jefzda/sweap-images:{dockerhub_tag}",),
+        known_by=frozenset({"repo_language"}),
+        image=("{docker_image}", "jefzda/sweap-images:{dockerhub_tag}"),
         language="repo_language",
         workdir="/app",
         command=(_LISTED,),
@@ -125,15 +132,8 @@ SETS = (
         image=("{image_url}",),
         workdir="{workdir}",
         command=(_LISTED,),
-        set_up="{pre_commands?}",
-        texts={"repo": "{user}/{repo}", "base_commit": "{parent_commit}", "test_patch": "{f2p_patch}"},
-    ),
-    PublishedSet(
-        title="SWE-Lego",
-        known_by=frozenset({"image_name", "test_cmd"}),
-        image=("{image_name}",),
-        command=("{test_cmd} {files?}",),
-        conda=True,
+        texts={"repo": "{user}/{repo}", "base_commit": "{parent_commit}"},
+        derived=of_scale,
     ),
     PublishedSet(
         title="SWE-Gym",
@@ -203,21 +203,24 @@ def _as_swebench(kind: PublishedSet, given: "_Columns") -> dict[str, Any]:
     if language != "python":
         raise ValueError(f"column {kind.language}: {language}: no column says how its tests are run and read")
     command = given.first(kind.command).strip()
-    set_up = [line for line in given.filled(kind.set_up).split("\n") if line and not line.startswith("git ")]
+    parser = _parser(given.first(kind.parser), command)
+    names = [given.names(column) for column in ("FAIL_TO_PASS", "PASS_TO_PASS")]
+    if parser.startswith(f"{_PARSER}pytest"):  # it cuts a name at a blank
+        names = [[*dict.fromkeys(name.partition(" ")[0] for name in column)] for column in names]
     return {
         **{name: value for name, value in given.values.items() if value is not None},
         **{name: given.filled(template).strip() for name, template in kind.texts.items()},
-        "FAIL_TO_PASS": given.names("FAIL_TO_PASS"),
-        "PASS_TO_PASS": given.names("PASS_TO_PASS"),
+        "FAIL_TO_PASS": names[0],
+        "PASS_TO_PASS": names[1],
         "version": given.filled("{version?}"),
         "image": given.first(kind.image),
         "workdir": given.filled(kind.workdir),
         "log_parser": "",
         "recipe": Recipe(
             command=command,
-            log_parser=_parser(given.first(kind.parser), command),
+            log_parser=parser,
             labels="none",
-            set_up=set_up,
+            set_up=[line for line in given.filled(kind.set_up).split("\n") if line],
             conda=kind.conda,
         ),
     }

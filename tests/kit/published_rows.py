@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from hpc_swe.tasks.image_rows import SCRIPT
 from tests.kit.toy import BROKEN, MENDED, gold, patch
 from tests.kit.toy import row as toy_row
 
@@ -89,36 +90,32 @@ def _multilang() -> Published:
     )
 
 
-def _pro() -> Published:
+def _pro(reference: str, **more: object) -> Published:
     names = {
         "fail_to_pass": "['tests/test_plain.py::test_add[1]']",
         "pass_to_pass": "['tests/test_plain.py::test_double']",
     }
-    row = columns(
-        "FAIL_TO_PASS", "PASS_TO_PASS", "version", **names, repo_language="python", interface="none"
-    )
-    row |= {
-        "requirements": "Add two numbers.",
-        "dockerhub_tag": "acme.tool-Acme__tool-12",
-        "before_repo_set_cmd": "",
-    }
-    return Published(row, "jefzda/sweap-images:acme.tool-Acme__tool-12", workdir="/app", conda=False)
+    given = {"requirements": "Add two numbers.", "interface": "none", "before_repo_set_cmd": ""}
+    row = columns("FAIL_TO_PASS", "PASS_TO_PASS", **names | given, repo_language="python")
+    row |= {"selected_test_files_to_run": '["tests/test_plain.py"]', "issue_categories": "[]"} | more
+    return Published(row, reference, workdir="/app", conda=False)
 
 
 def _scale() -> Published:
+    """Most rows have tests of a script beside those of a patch."""
     row = columns("base_commit", "test_patch", "version", repo="tool", user="acme", parent_commit=BASE)
+    row["FAIL_TO_PASS"] = [f"{SCRIPT}::test_four", *row["FAIL_TO_PASS"]]
+    row |= {name: json.dumps(row[name]) for name in ("FAIL_TO_PASS", "PASS_TO_PASS")}
     row |= {
         "f2p_patch": columns()["test_patch"],
+        "f2p_script": "from calc.core import add\n\n\ndef test_four():\n    assert add(2, 2) == 4\n",
         "workdir": "/workspace/tool",
-        "f2p_script": "",
         "language": "python",
-    }
-    row |= {
         "image_url": "aweaiteam/scaleswe:acme_tool_pr12",
-        "pre_commands": f"git checkout {BASE}\nexport A=1",
+        "pre_commands": f"git checkout {BASE} -f && git reset --hard HEAD && git clean -fd\\n",
     }
-    row |= {name: json.dumps(row[name]) for name in ("FAIL_TO_PASS", "PASS_TO_PASS")}
-    return Published(row, row["image_url"], workdir="/workspace/tool", set_up="export A=1", conda=False)
+    command = f"python -m pytest -rA {SCRIPT} tests/test_plain.py"
+    return Published(row, row["image_url"], command, row["workdir"], conda=False)
 
 
 def _gym(**more: object) -> dict[str, Any]:
@@ -193,13 +190,27 @@ ROWS = {
     "SWE-rebench V2": _rebench_v2(),
     "SWE-bench-extra": Published(columns(meta={"is_lite": True}), "swerebench/" + IMAGE.format("1776")),
     "SWE-Lego": Published(
-        columns(image_name="jierun/" + IMAGE.format("1776"), test_cmd="pytest -rA"),
+        columns(
+            image_name="jierun/" + IMAGE.format("1776"),
+            install_config=_install(),
+            test_cmd="LANG=C.UTF-8 pytest -rA tests/test_plain.py",
+        ),
         "jierun/" + IMAGE.format("1776"),
-        "pytest -rA tests/test_plain.py",
+        "LANG=C.UTF-8 pytest -rA tests/test_plain.py",
     ),
     "SWE-bench-Live": Published(_live(), "starryzhang/" + IMAGE.format("1776"), "pytest -rA", conda=False),
     "SWE-bench-Live/MultiLang": _multilang(),
-    "SWE-bench Pro": _pro(),
+    "SWE-bench Pro": _pro(
+        "jefzda/sweap-images:acme.tool-Acme__tool-12", dockerhub_tag="acme.tool-Acme__tool-12"
+    ),
+    "SWE-bench Pro of V2": _pro(
+        "scaleapi/swe-bench_pro-v2:instance_Acme__tool-12",
+        docker_image="docker.example/scaleapi/swe-bench_pro-v2:instance_Acme__tool-12",
+        fail_to_pass=columns()["FAIL_TO_PASS"],
+        pass_to_pass="[]",
+        version="2.0.0",
+        hard=False,
+    ),
     "SWE-smith": Published(
         smith_row(),
         "jyangballin/swesmith.x86_64.acme_1776_tool.1fd52536",
