@@ -167,7 +167,9 @@ def of_r2e(row: Mapping[str, Any], _: Callable[[str], list[str]]) -> dict[str, A
 
 
 def _read(row: Mapping[str, Any], column: str, kind: Any) -> Any:
+    if not row.get(column):
+        raise ValueError(f"column {column} is missing or empty")
     try:
-        return msgspec.json.decode(str(row.get(column) or ""), type=kind)
+        return msgspec.json.decode(str(row[column]), type=kind)
     except msgspec.DecodeError as error:
         raise ValueError(f"column {column}: {error}") from None

@@ -145,6 +145,13 @@ SETS = (
         conda=True,
     ),
     PublishedSet(
+        title="R2E-Gym",
+        known_by=frozenset({"docker_image", "expected_output_json"}),
+        image=("{docker_image}",),
+        command=("{test_cmd}",),
+        derived=of_r2e,
+    ),
+    PublishedSet(
         title="SWE-smith",
         known_by=frozenset({"image_name", "patch"}),
         lacks=frozenset({"test_patch"}),
@@ -152,13 +159,6 @@ SETS = (
         command=("python -m pytest --disable-warnings --color=no --tb=no --verbose {listed}",),
         conda=True,
         derived=of_smith,
-    ),
-    PublishedSet(
-        title="R2E-Gym",
-        known_by=frozenset({"docker_image", "expected_output_json"}),
-        image=("{docker_image}",),
-        command=("{test_cmd}",),
-        derived=of_r2e,
     ),
     PublishedSet(
         title="Multi-SWE-bench",

@@ -134,6 +134,11 @@ def test_a_recipe_of_the_configuration_comes_before_that_of_the_row(tmp_path):
             "column parsed_commit_content: it must change files",
         ),
         ("R2E-Gym", {"docker_image": ""}, "column docker_image is missing or empty"),
+        (
+            "R2E-Gym",
+            {"parsed_commit_content": None, "image_name": "a"},
+            "column parsed_commit_content is missing",
+        ),
         ("R2E-Gym", {"commit_hash": ""}, "column commit_hash is missing or empty"),
     ],
 )
