@@ -61,7 +61,7 @@ BUDGETS = {
     "hpc_swe/roles/learner": 1_304,  # deals batches that were cut for other ranks
     "hpc_swe/roles/reward": 359,
     "hpc_swe/roles/rollout": 1_958,  # four APIs of agent programs
-    "hpc_swe/tasks": 2_079,  # reads sets of repositories in their own columns
+    "hpc_swe/tasks": 2_102,  # reads sets of repositories in their own columns
     "hpc_swe/tasks/graders": 5_690,  # says whose file does what, of inherited tests, too; finds links
     "hpc_swe/tasks/sets": 2_065,  # reads published sets in their columns; refuses what Docker reads otherwise
     "hpc_swe/view": 719,

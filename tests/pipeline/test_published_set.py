@@ -40,7 +40,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 """What the image lacks: programs in Go, and a sound commit that a row makes a fault in."""
 TRAINED = ("SWE-Gym", "SWE-rebench", "SWE-smith", "R2E-Gym")
 """Sets whose tasks differ otherwise than by image, folder and command."""
-FOUND = [title for title in ROWS if title != "SWE-Gym of mypy"]
+FOUND = [title for title in ROWS if " of " not in title]
 
 
 @dataclass(frozen=True)
