@@ -38,26 +38,28 @@ _PROGRAMS = {
 _FAST = ("--mksquashfs-args", "-comp zstd -Xcompression-level 3")
 
 
+_UNUSED = ("share", "lib/git-core", "lib/x86_64-linux-gnu/perl", "lib/x86_64-linux-gnu/gconv")
+"""Half of the task image, which no test here needs: each set builds an image of its own."""
+
+
 @dataclass(frozen=True)
 class PublishedImage:
-    """An unpacked image whose repository has one task's base commit, without that task's tests."""
+    """An image whose repository has the base commit of tasks, without their tests."""
 
-    tree: Path
+    sif: Path
     base: str
 
 
-def publish_base(folder: Path, workdir: str) -> PublishedImage:
-    """Make an image of a row with a test patch; its repository is at the commit that subtracts."""
-    tree = _unpacked(folder)
-    repository = tree / workdir.lstrip("/")
-    base = _repository(repository, {})
-    _add(tree, _PROGRAMS)
-    return PublishedImage(tree, base)
+def publish_base(sif: Path, workdir: str) -> PublishedImage:
+    """Make an image of rows with a test patch; its repository is at the commit that subtracts."""
+    tree = _unpacked(sif.parent)
+    base = _repository(tree / workdir.lstrip("/"), {})
+    return PublishedImage(_packed(tree, {}, sif), base)
 
 
 def publish(folder: Path) -> Path:
     """Make published.sif in a folder, an image of SWE-smith and of R2E-Gym, which holds the tests."""
-    tree, sif = _unpacked(folder), folder / "published.sif"
+    tree = _unpacked(folder)
     _repository(tree / "testbed", {HIDDEN: TESTS})
     made = {
         "testbed/run_tests.sh": "python -m pytest r2e_tests\n",
@@ -66,18 +68,26 @@ def publish(folder: Path) -> Path:
         "r2e_tests/__init__.py": "",
         "r2e_tests/test_1.py": R2E_TESTS,
     }
-    _add(tree, made | _PROGRAMS)
-    apptainer("build", *_FAST, str(sif), str(tree), work=folder)
-    shutil.rmtree(tree)
-    return sif
+    return _packed(tree, made, folder / "published.sif")
 
 
 def _unpacked(folder: Path) -> Path:
     require_apptainer(UNPACKED)
     tree = folder / "tree"
     subprocess.run(["cp", "-a", str(UNPACKED), str(tree)], check=True, timeout=300)
-    shutil.rmtree(tree / "testbed", ignore_errors=True)
+    for name in ("testbed", *(f"usr/{part}" for part in _UNUSED)):
+        shutil.rmtree(tree / name, ignore_errors=True)
     return tree
+
+
+def _packed(tree: Path, files: dict[str, str], sif: Path) -> Path:
+    for path, text in (files | _PROGRAMS).items():
+        (tree / path).parent.mkdir(parents=True, exist_ok=True)
+        (tree / path).write_text(text)
+        (tree / path).chmod(0o755)
+    apptainer("build", *_FAST, str(sif), str(tree), work=sif.parent)
+    shutil.rmtree(tree)
+    return sif
 
 
 def _repository(folder: Path, more: dict[str, str]) -> str:
@@ -85,10 +95,3 @@ def _repository(folder: Path, more: dict[str, str]) -> str:
     commit = make_repository(folder, more)
     git(folder, "reset", "-q", "--hard", commit)
     return commit
-
-
-def _add(tree: Path, files: dict[str, str]) -> None:
-    for path, text in files.items():
-        (tree / path).parent.mkdir(parents=True, exist_ok=True)
-        (tree / path).write_text(text)
-        (tree / path).chmod(0o755)

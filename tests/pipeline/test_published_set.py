@@ -2,11 +2,12 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 
@@ -15,31 +16,34 @@ pytestmark = pytest.mark.slow
 
 from hpc_swe.base.rundir import RunDir  # noqa: E402
 from hpc_swe.base.store import weights  # noqa: E402
+from hpc_swe.tasks import task_checks  # noqa: E402
 from hpc_swe.tasks.published_rows import SETS  # noqa: E402
-from tests.kit.checkout import typed  # noqa: E402
-from tests.kit.published_image import publish, publish_base  # noqa: E402
+from hpc_swe.tasks.sets.swebench import Source, Swebench  # noqa: E402
+from tests.kit.checkout import ROOT, typed  # noqa: E402
+from tests.kit.published_image import PublishedImage, publish, publish_base  # noqa: E402
 from tests.kit.published_rows import BASE, ROWS, smith_row  # noqa: E402
 from tests.kit.random_model import save_random  # noqa: E402
-from tests.kit.small_evaluation import GIVES_UP, SOLVES, call  # noqa: E402
+from tests.kit.small_evaluation import GIVES_UP, call, edit  # noqa: E402
 from tests.kit.toy import BROKEN, MORE_PYTESTS, PYTESTS, patch, write_rows  # noqa: E402
 from tests.kit.toy_model import HERMES, make_model  # noqa: E402
 
 SIZES = {"vocab_size": 352, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "eos_token_id": 322}
 FAULT = patch("calc/core.py", BROKEN, BROKEN.replace("2 * a", "3 * a"))
+SOLVES = [edit("+"), call("replace", path="calc/core.py", line=6, old="3", new="2"), call("submit")]
+"""The second call mends the fault of SWE-smith, and is refused where there is none."""
 IN_PYTHON = {"install_config": {"test_cmd": "pytest -rA", "log_parser": "parse_log_pytest"}}
 CHANGES: dict[str, dict[str, Any]] = {
-    "SWE-rebench V2": IN_PYTHON | {"language": "python"},
+    "SWE-rebench V2": IN_PYTHON | {"language": "python", "repo": "acme/testbed"},
     "SWE-bench-Live/MultiLang": {
         "log_parser": "pytest",
         "rebuild_cmds": [],
         "test_cmds": ["pytest -rA > log"],
     },
+    "Scale-SWE": {"workdir": "/testbed"},
     "SWE-smith": smith_row(patch=FAULT, PASS_TO_PASS=[]),
 }
-"""What the image lacks: programs in Go, and a sound commit that a row makes a fault in."""
-TRAINED = ("SWE-Gym", "SWE-rebench", "SWE-smith", "R2E-Gym")
-"""Sets whose tasks differ otherwise than by image, folder and command."""
+"""What images here lack: programs in Go, folders of their own, a sound commit that a row makes a fault in."""
 FOUND = [title for title in ROWS if " of " not in title]
 
 
@@ -47,37 +51,65 @@ FOUND = [title for title in ROWS if " of " not in title]
 class World:
     folder: Path
     """It has a model, and an image for rows whose image holds the tests."""
+    images: Mapping[str, PublishedImage]
+    """Work directory -> image for rows with a test patch."""
+    start: Callable[..., RunDir]
 
-    def words(self, folder: Path, *tasks: str) -> list[str]:
-        """Return the configuration of a small run in a folder, on tasks of these tables."""
+    def train(
+        self, taskset: str, grader: str, source: Path, folder: Path, count: int
+    ) -> dict[str, list[str]]:
+        """Build the images of all tasks, check them, plan a run, and take a step for each task.
+
+        Return what became of each task: its verdict, and the outcomes of the attempts that were trained on.
+        """
+        words = self._words(folder, taskset.replace("CHECKED", ""), grader, count)
+        said = said_by("hpc_swe.build_images", *words, "--from", source)
+        assert f"{count} of {count} images are in" in said
+        said = said_by("hpc_swe.check", *words, "--runs", "1", "--out", folder / "checked.jsonl")
+        assert f"{count} tasks: {count} usable" in said
+        found = {name: [one.verdict] for name, one in task_checks.read(folder / "checked.jsonl").items()}
+        words = self._words(folder, taskset.replace("CHECKED", f"{folder}/checked.jsonl"), grader, count)
+        said_by("hpc_swe.launch", "start", *words, "--run", folder / "dry", "--dry-run")
+        run = self.start(f"of-{count}", *words[1:])
+        assert run.finished.exists()
+        assert max(version.step for version in weights.published(run)) == count
+        lines = "".join(path.read_text() for path in run.metrics.glob("*.jsonl")).splitlines()
+        assert len([1 for line in lines if json.loads(line)["values"].get("policy/grad_norm")]) == count
+        for path in sorted(run.archives.glob("*.parquet")):
+            table = pq.read_table(path, columns=["task_id", "outcome"], filters=[("trained", "=", True)])
+            for one in sorted(table.to_pylist(), key=lambda one: one["outcome"]):
+                found[one["task_id"]].append(one["outcome"])
+        return found
+
+    def _words(self, folder: Path, taskset: str, grader: str, count: int) -> list[str]:
+        encode = Tokenizer.from_file(str(self.folder / "model/tokenizer.json")).encode
+        said = [encode(text).ids + [322] for text in (*SOLVES, *GIVES_UP)]  # of a group of two
+        replies = json.dumps([{"token_ids": ids, "logprobs": [-5.8] * len(ids)} for ids in said])
+        (folder / "replies.json").write_text(replies)
         return [
             "configs/demo.toml",
-            *tasks,
+            f"taskset={{{taskset}}}",
+            f"grader={{{grader}}}",
             f"model={self.folder / 'model'}",
             f'sandbox={{images="{folder}/images"}}',
-            f'engine={{type="scripted", replies="{folder}/replies.json"}}',
+            f'engine={{type="tests.kit.random_model:AnyWeights", replies="{folder}/replies.json"}}',
             'policy={type="megatron", device="cpu", tensor_parallel=1, dtype="float32"}',
             'agent={type="tool_agent", tools=["replace", "submit"], max_turns=5}',
-            *["steps=1", "tasks.train=1", "tasks.eval=0", "eval.every=0"],
-            *["rollout.context=2048", "rollout.slots=1", "reward.slots=1"],
+            *[f"steps={count}", f"tasks.train={count}", "tasks.eval=0", "eval.every=0"],
+            *["rollout.context=2048", "rollout.slots=1", "reward.slots=1", "groups.max_staleness=0"],
             *["groups.group_size=2", "groups.groups_per_step=1", "groups.resample=false"],
         ]
 
-    def write_replies(self, path: Path, title: str) -> None:
-        """Write replies of a group of two: one resolves the task, and one hands in nothing."""
-        mends = [call("replace", path="calc/core.py", line=6, old="3", new="2"), call("submit")]
-        encode = Tokenizer.from_file(str(self.folder / "model/tokenizer.json")).encode
-        texts = [*(mends if title == "SWE-smith" else SOLVES), *GIVES_UP]
-        said = [encode(text).ids + [322] for text in texts]
-        path.write_text(json.dumps([{"token_ids": ids, "logprobs": [-5.8] * len(ids)} for ids in said]))
-
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(small_run, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("sets")
     publish(folder)
+    bases = {path: publish_base(folder / f"{path[1:]}.sif", path) for path in ("/testbed", "/app")}
     save_random(make_model(folder / "model", HERMES), "Qwen3", SIZES | {"max_position_embeddings": 4096})
-    yield World(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))  # jobs find the engine there
+        yield World(folder, bases, small_run)
     shutil.rmtree(folder)
 
 
@@ -91,31 +123,32 @@ def test_these_are_all_sets_that_are_read():
     assert {*FOUND} == {each.title for each in SETS if not each.refused}
 
 
-@pytest.mark.parametrize("title", FOUND)
-def test_rows_of_a_set_are_prepared_checked_and_trained_on(small_run, world, tmp_path, title):
-    known = ROWS[title]
-    row = known.row | CHANGES.get(title, {})
-    source = world.folder / "published.sif"
-    if known.base == BASE:
-        image = publish_base(tmp_path, known.workdir)
-        row = {name: image.base if value == BASE else value for name, value in row.items()}
-        source = image.tree
-    write_rows(tmp_path / "rows.jsonl", row)
-    rows = tmp_path / "rows.parquet"
-    said = said_by("hpc_swe.prepare", tmp_path / "rows.jsonl", "--out", rows)
-    assert f"its columns, as of {title}" in said
-    words = world.words(
-        tmp_path,
-        f'taskset={{type="swebench", train={{rows="{rows}"}}, timeout_s=120.0}}',
-        'grader={type="swebench", second_sittings=0}',
-    )
-    world.write_replies(tmp_path / "replies.json", title)
-    words = checked(words, source, tmp_path)
-    if title in TRAINED:
-        check_step(small_run(title.lower(), *words[1:]))
+def test_a_row_of_each_set_is_prepared_checked_and_trained_on(world, tmp_path):
+    """One run has them all; `pytest -rP` prints the table of what became of each."""
+    (tmp_path / "published").mkdir()
+    tasks, parts = {}, []
+    for number, title in enumerate(FOUND):
+        known, rows, source = ROWS[title], tmp_path / f"{number}.parquet", world.folder / "published.sif"
+        row = json.loads(json.dumps(known.row | CHANGES.get(title, {})).replace("tool-12", f"tool-{number}"))
+        if known.base == BASE:
+            image = world.images.get(known.workdir, world.images["/testbed"])
+            row = {name: image.base if value == BASE else value for name, value in row.items()}
+            source = image.sif
+        given = write_rows(tmp_path / f"{number}.jsonl", row)
+        assert f"its columns, as of {title}" in said_by("hpc_swe.prepare", given, "--out", rows)
+        (tasks[title],) = Swebench(train=Source(rows=str(rows))).load("train")
+        assert [tasks[title]] == [*Swebench(train=Source(rows=str(given))).load("train")]
+        (tmp_path / "published" / f"{tasks[title].image}.sif").symlink_to(source)
+        parts.append(f'{number}={{type="swebench", train={{rows="{rows}"}}, checked="CHECKED"}}')
+    taskset = f'type="mixture", parts={{{", ".join(parts)}}}'
+    grader, images = 'type="swebench", second_sittings=0', tmp_path / "published/{image}.sif"
+    found = world.train(taskset, grader, images, tmp_path, len(FOUND))
+    for title, task in tasks.items():
+        print(f"{title:25} prepared, image {task.image}, dry run;", *found[task.task_id])
+    assert found == {task.task_id: ["usable", "no_submission", "resolved"] for task in tasks.values()}
 
 
-def test_a_folder_of_harbor_is_checked_and_trained_on(small_run, world, tmp_path):
+def test_a_folder_of_harbor_is_checked_and_trained_on(world, tmp_path):
     """Its image has a repository, of which only today's files are kept."""
     files = {
         "task.toml": "",
@@ -128,28 +161,6 @@ def test_a_folder_of_harbor_is_checked_and_trained_on(small_run, world, tmp_path
     for path, text in files.items():
         (tmp_path / "tasks/mend" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "tasks/mend" / path).write_text(text)
-    image = publish_base(tmp_path, "/testbed")
-    taskset = f'taskset={{type="harbor", train="{tmp_path}/tasks"}}'
-    words = world.words(tmp_path, taskset, 'grader={type="reward_file"}')
-    world.write_replies(tmp_path / "replies.json", "Harbor")
-    check_step(small_run("harbor", *checked(words, image.tree, tmp_path)[1:]))
-
-
-def checked(words: list[str], source: Path, folder: Path) -> list[str]:
-    """Build the image and check the task; return the configuration, with which a start was planned."""
-    said = said_by("hpc_swe.build_images", *words, "--from", source)
-    assert "1 of 1 images are in" in said
-    said = said_by("hpc_swe.check", *words, "--runs", "1", "--out", folder / "checked.jsonl")
-    assert "1 tasks: 1 usable" in said
-    words = [*words, f"taskset.checked={folder / 'checked.jsonl'}"]
-    said_by("hpc_swe.launch", "start", *words, "--run", folder / "dry", "--dry-run")
-    return words
-
-
-def check_step(run: RunDir) -> None:
-    assert run.finished.exists()
-    assert max(version.step for version in weights.published(run)) == 1
-    lines = "".join(path.read_text() for path in run.metrics.glob("*.jsonl")).splitlines()
-    values = {name: value for line in lines for name, value in json.loads(line)["values"].items()}
-    assert (values["solve/train"], values["outcome/no_submission"]) == (0.5, 0.5)
-    assert values["policy/grad_norm"] > 0
+    taskset = f'type="harbor", train="{tmp_path}/tasks", checked="CHECKED"'
+    found = world.train(taskset, 'type="reward_file"', world.images["/testbed"].sif, tmp_path, 1)
+    assert found == {"mend": ["usable", "no_submission", "resolved"]}
