@@ -142,9 +142,9 @@ def of_r2e(row: Mapping[str, Any], _: Callable[[str], list[str]]) -> dict[str, A
     solved = [each for each in commit.file_diffs if not _TEST.fullmatch(each.header.file.path)]
     if any(each.is_binary_file for each in solved) or not solved:
         raise ValueError("column parsed_commit_content: it must change files that are text, and no tests")
-    if lacking := [name for name in ("repo_name", "commit_hash") if not row.get(name)]:
+    if lacking := [name for name in ("repo_name", "commit_hash", "problem_statement") if not row.get(name)]:
         raise ValueError(f"column {lacking[0]} is missing or empty")
-    issue = str(row.get("problem_statement") or "")
+    issue = str(row["problem_statement"])
     inner = re.search(r"\[ISSUE\](.*)\[/ISSUE\]", issue, re.DOTALL)
     display = _DISPLAY if row["repo_name"] == "orange3" else ""
     return {

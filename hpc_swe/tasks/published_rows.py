@@ -38,6 +38,8 @@ _BY_RUNNER = {
 """Words of a test command -> swebench's parser of what that runner prints."""
 _OF_GYM = "bokeh/bokeh conan-io/conan dask/dask facebookresearch/hydra getmoto/moto iterative/dvc"
 _OF_GYM += " modin-project/modin pandas-dev/pandas Project-MONAI/MONAI pydantic/pydantic python/mypy"
+_SOURCE = {"id": "instance_id", "id_s": "instance_id", "name": "repo", "listed": "FAIL_TO_PASS"}
+"""Name of what is derived -> column that it is derived from."""
 _OWN = {"image", "eval_script"}
 """A row with one of these columns is in SWE-bench's own format."""
 
@@ -100,7 +102,7 @@ SETS = (
     PublishedSet(
         title="SWE-bench-extra",
         known_by=frozenset({"meta", "environment_setup_commit"}),
-        image=("swerebench/sweb.eval.x86_64.{id}",),
+        image=("{docker_image}", "swerebench/sweb.eval.x86_64.{id}"),
         conda=True,
     ),
     PublishedSet(
@@ -296,5 +298,5 @@ class _Columns:
             value = "\n".join(map(str, value))
         text = "" if value is None else str(value)
         if not text.strip() and not may_be_empty:
-            raise ValueError(f"column {path} is missing or empty")
+            raise ValueError(f"column {_SOURCE.get(path, path)} is missing or empty")
         return text

@@ -110,6 +110,7 @@ def test_a_recipe_of_the_configuration_comes_before_that_of_the_row(tmp_path):
         ),
         ("SWE-Gym", {"FAIL_TO_PASS": []}, "FAIL_TO_PASS is empty"),
         ("SWE-Gym", {"repo": []}, "Expected `str`, got `array` - at `$.repo`"),
+        ("SWE-Gym", {"instance_id": ""}, "as a row of SWE-Gym: column instance_id is missing or empty"),
         ("SWE-Gym", {"repo": "me/tool"}, "has no eval_script, and [taskset.recipes] none for 'me/tool'"),
         (
             "SWE-rebench",
@@ -140,6 +141,7 @@ def test_a_recipe_of_the_configuration_comes_before_that_of_the_row(tmp_path):
             "column parsed_commit_content is missing",
         ),
         ("R2E-Gym", {"commit_hash": ""}, "column commit_hash is missing or empty"),
+        ("R2E-Gym", {"problem_statement": ""}, "column problem_statement is missing or empty"),
     ],
 )
 def test_a_wrong_row_is_refused_with_its_column(tmp_path, title, change, complaint):
