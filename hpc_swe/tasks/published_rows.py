@@ -126,6 +126,8 @@ SETS = (
         language="repo_language",
         workdir="/app",
         command=(_LISTED,),
+        # As the scripts do that lie beside the rows; PYTHONPATH would let code of a patch run first.
+        set_up="export QT_QPA_PLATFORM=offscreen OL_CONFIG=/app/conf/openlibrary.yml",
         texts={"problem_statement": "{problem_statement}\n\n{requirements?}\n\n{interface?}"},
     ),
     PublishedSet(

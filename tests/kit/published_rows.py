@@ -98,7 +98,7 @@ def _pro(reference: str, **more: object) -> Published:
     given = {"requirements": "Add two numbers.", "interface": "none", "before_repo_set_cmd": ""}
     row = columns("FAIL_TO_PASS", "PASS_TO_PASS", **names | given, repo_language="python")
     row |= {"selected_test_files_to_run": '["tests/test_plain.py"]', "issue_categories": "[]"} | more
-    return Published(row, reference, workdir="/app", conda=False)
+    return Published(row, reference, workdir="/app", set_up="export QT_QPA_PLATFORM=offscreen ", conda=False)
 
 
 def _scale() -> Published:

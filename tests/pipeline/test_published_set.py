@@ -163,4 +163,5 @@ def test_a_folder_of_harbor_is_checked_and_trained_on(world, tmp_path):
         (tmp_path / "tasks/mend" / path).write_text(text)
     taskset = f'type="harbor", train="{tmp_path}/tasks", checked="CHECKED"'
     found = world.train(taskset, 'type="reward_file"', world.images["/testbed"].sif, tmp_path, 1)
+    print(f"{'Harbor':25} prepared, an image, dry run;", *found["mend"])
     assert found == {"mend": ["usable", "no_submission", "resolved"]}
