@@ -23,6 +23,7 @@ from hpc_swe.tasks.patch import take
 from tests.kit import archives
 from tests.kit.checkout import ROOT
 from tests.kit.images import UNPACKED, require_apptainer
+from tests.kit.published_rows import ROWS
 from tests.kit.toy import BROKEN, RECIPES, git, gold, patch, row, task, write_rows
 
 ACTIVATE = 'conda() { PATH="/opt/miniconda3/envs/testbed/bin:$PATH"; }\n'
@@ -281,20 +282,38 @@ def bare_image(folder: Path) -> Path:
     return folder
 
 
+SUM = "echo $(($1 - $2))\n"
+PRINTED = '[ $(sh sum.sh 4 {0}) = {1} ] && how=PASS || how=FAIL\necho "--- $how: Test{0} (0.00s)"\n'
+OLD, NEW = PRINTED.format(0, 4), PRINTED.format(0, 4) + PRINTED.format(2, 6)
+
+
 @slow
-def test_an_image_without_python_works_by_the_kit_that_a_command_makes(tmp_path):
+def test_a_task_whose_image_has_no_python_is_usable_by_a_command(tmp_path):
+    """Its tests print what those of Go do."""
     if shutil.which("apptainer") is None:
         pytest.skip("Apptainer is missing: make setup")
-    kit, python = tmp_path / "kit", "/opt/host-python/bin/python3"
+    kit, tree = tmp_path / "kit", bare_image(tmp_path / "bare")
     done = run([str(ROOT / "containers/build_python.sh"), f"{kit}/"])
     assert done.returncode == 0, done.stdout + done.stderr
-    bare = bare_image(tmp_path / "images/bare")
-    toy = msgspec.structs.replace(task(tmp_path, "unittest", "0" * 40), image="bare", base_commit="")
-    with pytest.raises(HpcSweError), Apptainer(images=str(bare.parent)).open(toy):
-        pass
-    sandboxes = Apptainer(images=str(bare.parent), mounts=(f"{kit}:/opt/host-python",), python=python)
-    with sandboxes.open(toy) as sandbox:
-        assert sandbox.run("command -v python3 || echo none", 60).output == "none\n"
-        sandbox.write("a.txt", b"text")
-        assert sandbox.read("a.txt") == b"text"
-        assert sandbox.python("import json, sys; print(json.dumps(sys.version_info[:2]))", 60).exit_code == 0
+    (tree / "tool").mkdir()
+    (tree / "tool/sum.sh").write_text(SUM)
+    (tree / "tool/test.sh").write_text(OLD)
+    for words in ("init -q", "add -A", "commit -qm base"):
+        git(tree / "tool", *words.split())
+    published = ROWS["SWE-rebench V2"].row | {
+        "base_commit": git(tree / "tool", "rev-parse", "HEAD"),
+        "patch": patch("sum.sh", SUM, SUM.replace("-", "+")),
+        "test_patch": patch("test.sh", OLD, NEW),
+        "install_config": {"test_cmd": "sh test.sh", "log_parser": "parse_log_gotest"},
+        "FAIL_TO_PASS": ["Test2"],
+        "PASS_TO_PASS": ["Test0"],
+    }
+    build = command(tmp_path, str(tree), published)
+    refused = " ".join(run(build).stdout.split())
+    assert "run containers/build_python.sh and add configs/sandboxes/host_python.toml" in refused
+    more = ["configs/sandboxes/host_python.toml", f'sandbox.mounts=["{kit}:/opt/host-python"]']
+    done = run([*build, *more])
+    assert "1 of 1 images are in" in done.stdout, done.stdout + done.stderr
+    check = [*build[: build.index("--from")], *more, "--runs", "1", "--out", str(tmp_path / "checked.jsonl")]
+    done = run([word.replace("build_images", "check") for word in check])
+    assert "1 tasks: 1 usable" in done.stdout, done.stdout + done.stderr
