@@ -14,7 +14,7 @@ main() {
     local version stdlib dynamic loader
     [ -z "$(ls -A "$kit" 2>/dev/null)" ] || grep -qsF 'exec "$kit/lib/ld-linux' "$kit/bin/python3" ||
         fail "$kit holds something else than a Python of this script; name a new or empty folder"
-    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || fail "PYTHON=$python must be Python 3.10 or newer"
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || fail "PYTHON=$python starts no Python 3.10 or newer"
     version=$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
     stdlib=$("$python" -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
     dynamic=$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("DESTSHARED"))')
