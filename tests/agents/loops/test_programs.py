@@ -1,6 +1,7 @@
 """The programs of configs/agents in the sandbox: what they ask is recorded to the token, however they end."""
 
 import dataclasses
+import io
 import socket
 import threading
 import time
@@ -17,17 +18,18 @@ from hpc_swe.agents.loops.cli_agent import CliAgent
 from hpc_swe.base.errors import EngineError
 from hpc_swe.base.records import Episode, ExitStatus, RolloutRequest, Sampling
 from hpc_swe.roles.rollout import episode
+from hpc_swe.roles.rollout.dialects.base import DialectRequest
 from hpc_swe.roles.rollout.openai_server import READ_S, ServedRecorder
 from hpc_swe.roles.rollout.openai_server import _Handler as Handler
 from hpc_swe.roles.rollout.openai_server import _Server as Server
-from hpc_swe.roles.rollout.recorder import OUT_OF_CONTEXT
+from hpc_swe.roles.rollout.recorder import OUT_OF_CONTEXT, Exchange
 from tests.kit.recording import exact
 from tests.kit.sessions_kit import KITS, World, call, configured, overlay
 from tests.kit.stage import Rig, rig
 
 pytestmark = pytest.mark.slow
-LONGEST_S = 30.0
-"""From a refusal to the end of a program, on a busy machine; who repeats its requests takes minutes."""
+LONGEST_S = 60.0
+"""From a fault to the end of a program, on a busy machine; who repeats its requests takes minutes."""
 PATH, OLD, NEW = "/testbed/calc/core.py", "a - b", "a + b"
 SED = f"sed -i 's/{OLD}/{NEW}/' {PATH}; git diff"
 SESSIONS = {
@@ -45,6 +47,11 @@ SESSIONS = {
         "Look.\n" + call("read_file", file_path=PATH) + "\n" + call("run_shell_command", command="ls"),
         call("replace", file_path=PATH, old_string=OLD, new_string=NEW, instruction="Add."),
         "Done.",
+    ],
+    "mini_swe_agent": [
+        "Look.\n" + call("bash", command=f"cat {PATH}"),
+        call("bash", command=SED),
+        call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
     ],
     "opencode": [
         "Look.\n" + call("read", filePath=PATH) + "\n" + call("bash", command="ls", description="List."),
@@ -71,21 +78,33 @@ LONG = {
     "claude_code": call("Bash", command="seq 1 20000"),
     "codex": call("exec_command", cmd="seq 1 20000", max_output_tokens=20000),
     "gemini_cli": call("run_shell_command", command="seq 1 20000"),
+    "mini_swe_agent": call("bash", command="seq 1 20000"),
     "opencode": call("bash", command="seq 1 20000", description="Count."),
     "pi": call("bash", command="seq 1 20000"),
     "openhands": call("terminal", command="seq 1 20000"),
     "qwen_code": call("run_shell_command", command="seq 1 20000"),
 }
-SUB_AGENTS: dict[str, tuple[str, str, str, dict[str, str]]] = {
+SUB_AGENTS: dict[str, tuple[str, dict[str, str], list[str], dict[str, str]]] = {
     "claude_code": (
         "Agent",
-        "general-purpose",
-        call("Bash", command="ls"),
+        {"description": "Look.", "subagent_type": "general-purpose"},
+        [call("Bash", command="ls"), "Seen."],
         {"Read,Write": "Read,Write,Agent"},
     ),
-    "opencode": ("task", "general", call("bash", command="ls", description="List."), {}),
+    "gemini_cli": (
+        "invoke_agent",
+        {"agent_name": "generalist"},
+        [call("run_shell_command", command="ls"), call("complete_task", result={"response": "Seen."})],
+        {'"core": [': '"core": ["invoke_agent", "complete_task", '},
+    ),
+    "opencode": (
+        "task",
+        {"description": "Look.", "subagent_type": "general"},
+        [call("bash", command="ls", description="List."), "Seen."],
+        {},
+    ),
 }
-"""Programs with sub-agents -> the tool that starts one, its kind, what it does, and what shows the tool."""
+"""Programs with sub-agents -> the tool that starts one, its arguments, what one says, what shows the tool."""
 COMPACTION = {
     "codex": ("CONTEXT CHECKPOINT", {"web_search =": "model_auto_compact_token_limit = 36000\nweb_search ="}),
     "opencode": (
@@ -102,6 +121,14 @@ COMPACTION = {
     ),
 }
 """Programs that sum up before a context is full -> words of their request, and what lets it come early."""
+TIME_LIMITS = {
+    "claude_code": {"86400000": "1500"},
+    "gemini_cli": {'"86400"': '"1"'},
+    "opencode": {'"headerTimeout": false': '"headerTimeout": 1500'},
+    "pi": {'"disabled"': "1500"},
+    "qwen_code": {"86400000": "1500"},
+}
+"""Programs with a limit, of 60 to 300 s if none is set -> what makes it short."""
 
 
 @pytest.fixture(params=SESSIONS)
@@ -178,29 +205,57 @@ def test_the_last_turn_and_a_failed_engine_end_a_session_at_once(
     assert (done.exit_status, len(done.turns)) == (ExitStatus.INFRA_ERROR, 1), done.error
 
 
-class RefusingHandler(Handler):
-    """Refuse every request after the first reply."""
+class Cut(io.BufferedIOBase):
+    """Send these shares of what is written, then nothing: a connection that is lost on the way."""
+
+    def __init__(self, connection: socket.socket, *shares: float) -> None:
+        self.connection, self.shares = connection, deque(shares)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: bytes) -> int:
+        share = self.shares.popleft()
+        self.connection.sendall(data[: int(len(data) * share)])
+        if share < 1:
+            raise ConnectionResetError("cut")
+        return len(data)
+
+
+HEAD, MIDDLE = (0.0,), (1.0, 0.5)
+
+
+class FaultyHandler(Handler):
+    """Refuse every request after the first reply, or cut the replies that follow it."""
 
     def do_POST(self) -> None:
         recorder = self.server.recorder
-        if not isinstance(recorder, Refusing) or not recorder.has_sampled:
+        if not isinstance(recorder, Faulty) or not recorder.status or not recorder.has_sampled:
             return super().do_POST()
-        recorder.refused.append(time.monotonic())
+        recorder.faults.append(time.monotonic())
         self._body()
         return self._refuse(recorder.status, "No.", "no")
 
+    def _answer(self, request: DialectRequest, exchange: Exchange) -> None:
+        recorder = self.server.recorder
+        if isinstance(recorder, Faulty) and exchange.index and recorder.cuts:
+            self.wfile = Cut(self.connection, *recorder.cuts.popleft())
+            recorder.faults.append(time.monotonic())
+        super()._answer(request, exchange)
 
-class Refusing(ServedRecorder):
+
+class Faulty(ServedRecorder):
     status = 0
-    refused: list[float]
+    cuts: deque[tuple[float, ...]]
+    faults: list[float]
 
     @contextmanager
     def serve(
         self, listener: socket.socket, most_turns: int, read_s: float = READ_S
     ) -> Iterator[ChatAddress]:
-        self.turns_left, self.refused = most_turns, []
+        self.turns_left, self.faults = most_turns, []
         server = Server(self, listener, read_s)
-        server.RequestHandlerClass = RefusingHandler
+        server.RequestHandlerClass = FaultyHandler
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         try:
             yield ChatAddress(f"http://127.0.0.1:{listener.getsockname()[1]}/v1", server.key)
@@ -209,45 +264,69 @@ class Refusing(ServedRecorder):
             server.server_close()
 
 
+def faulty(on: Rig, status: int = 0, *cuts: tuple[float, ...]) -> tuple[Episode, Faulty]:
+    (task_id,) = on.means.tasks
+    request = RolloutRequest(group_id=0, index=0, task_id=task_id, seed=0, sampling=Sampling(max_tokens=500))
+    recorder = Faulty(on.means.builder, on.means.sampler, request, on.means.config)
+    recorder.status, recorder.cuts = status, deque(cuts)
+    done = episode.record(request, recorder, episode.play(on.means, request, recorder), "test")
+    assert time.monotonic() - recorder.faults[0] < LONGEST_S, (status, len(recorder.faults), done.error)
+    return done, recorder
+
+
 def test_a_refusal_of_any_status_ends_a_session_within_seconds(
     world: World, program: str, tmp_path: Path
 ) -> None:
-    """Our server itself has no 429 and no 500, which qwen-code repeats for minutes."""
-    for status in (401, 404) if program == "qwen_code" else (401, 404, 429, 500):
-        on = made(world, program, tmp_path / str(status), SESSIONS[program])
-        (task_id,) = on.means.tasks
-        request = RolloutRequest(
-            group_id=0, index=0, task_id=task_id, seed=0, sampling=Sampling(max_tokens=500)
-        )
-        recorder = Refusing(on.means.builder, on.means.sampler, request, on.means.config)
-        recorder.status = status
-        done = episode.record(request, recorder, episode.play(on.means, request, recorder), "test")
-        assert time.monotonic() - recorder.refused[0] < LONGEST_S, (status, len(recorder.refused))
+    """Our server itself has no 429 and no 500."""
+    for status in (401, 404, 429, 500):
+        done, _ = faulty(made(world, program, tmp_path / str(status), SESSIONS[program]), status)
         assert (done.exit_status, len(done.turns)) == (ExitStatus.AGENT_ERROR, 1), (status, done.error)
 
 
+def test_a_session_outlives_cut_replies_or_ends_at_once(world: World, program: str, tmp_path: Path) -> None:
+    """A reply is lost before its first byte and in its middle, in one session if the program goes on."""
+    cuts = deque([HEAD, MIDDLE])
+    while cuts:
+        on = made(world, program, tmp_path / str(len(cuts)), SESSIONS[program])
+        done, recorder = faulty(on, 0, *cuts)
+        assert [turn.delivered for turn in exact(done.turns, on.engine)].count(False) == len(recorder.faults)
+        goes_on = f"+    return {NEW}" in done.submission
+        assert done.exit_status == (ExitStatus.SUBMITTED if goes_on else ExitStatus.AGENT_ERROR), done.error
+        assert done.counts["chains"] == 1
+        for _ in recorder.faults:
+            cuts.popleft()
+
+
 def changed(on: Rig, changes: Mapping[str, str]) -> None:
-    """Replace texts of the program's command and files."""
+    """Replace texts of the program's command, files and environment."""
     agent = on.means.agent
     assert isinstance(agent, CliAgent)
-    texts = {"": agent.command} | agent.files
+    texts = {"": agent.command} | agent.files | agent.environ
     for old, new in changes.items():
         assert any(old in text for text in texts.values()), old
-        texts = {path: text.replace(old, new) for path, text in texts.items()}
-    command = texts.pop("")
-    on.means = dataclasses.replace(on.means, agent=replace(agent, command=command, files=texts))
+        texts = {name: text.replace(old, new) for name, text in texts.items()}
+    files, environ = ({name: texts[name] for name in names} for names in (agent.files, agent.environ))
+    agent = replace(agent, command=texts[""], files=files, environ=environ)
+    on.means = dataclasses.replace(on.means, agent=agent)
+
+
+@pytest.mark.parametrize("name", TIME_LIMITS)
+def test_the_time_limit_of_a_request_is_the_one_that_is_set(world: World, tmp_path: Path, name: str) -> None:
+    """With a short one a slow engine loses its reply, so the long one of the configuration counts."""
+    on = made(world, there(name), tmp_path, SESSIONS[name])
+    changed(on, TIME_LIMITS[name])
+    on.engine.on_call = lambda call: time.sleep(8.0 if len(on.engine.calls) == 2 else 0.0)
+    done = played(on)
+    assert len(on.engine.calls) > 3 or done.exit_status == ExitStatus.AGENT_ERROR, done.error
 
 
 @pytest.mark.parametrize("name", SUB_AGENTS)
 def test_parallel_sub_agents_are_exact_chains(world: World, tmp_path: Path, name: str) -> None:
-    tool, kind, look, changes = SUB_AGENTS[name]
-    tasks = [
-        call(tool, description="Look.", prompt=f"Look into {one}.", subagent_type=kind)
-        for one in ("this one", "that one")
-    ]
+    tool, arguments, replies, changes = SUB_AGENTS[name]
+    tasks = [call(tool, prompt=f"Look into {one}.", **arguments) for one in ("this one", "that one")]
     on = made(world, there(name), tmp_path, ["Two.\n" + "\n".join(tasks), "Done."])
     changed(on, changes)
-    on.engine.apart = {"Look into th": [look, "Seen."]}
+    on.engine.apart = {"\nLook into th": replies}
     done = played(on)
     turns = exact(done.turns, on.engine)
     assert done.exit_status == ExitStatus.SUBMITTED, done.error
