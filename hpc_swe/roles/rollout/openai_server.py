@@ -249,8 +249,9 @@ class _Handler(BaseHTTPRequestHandler):
         if size is not None:
             self.send_header("Content-Length", str(size))
         self.send_header("Connection", "close")
-        if status >= 400:
+        if status > 400:  # with 400, which no client repeats, qwen-code would not sum up a full context
             self.send_header("x-should-retry", "false")  # OpenAI's and Anthropic's clients obey it
+        if status >= 400:
             self.send_header("retry-after-ms", "1")  # for OpenCode, which repeats a request five times
         self.end_headers()
 
