@@ -58,7 +58,8 @@ def of_smith(row: Mapping[str, Any], names_of: Callable[[str], list[str]]) -> di
 def of_scale(row: Mapping[str, Any], _: Callable[[str], list[str]]) -> dict[str, Any]:
     """Return the test patch of a row of Scale-SWE, whose `f2p_script` is a file of its own.
 
-    Its `pre_commands` check out the base commit and hide its future, as our images do. They are not run.
+    Its `pre_commands`, which are not run, check out the base commit, since images are at an older one, and
+    hide its future, as our images do.
     """
     script, patch = (str(row.get(name) or "") for name in ("f2p_script", "f2p_patch"))
     if not (script + patch).strip():
@@ -67,7 +68,7 @@ def of_scale(row: Mapping[str, Any], _: Callable[[str], list[str]]) -> dict[str,
         lines = script.removesuffix("\n").split("\n")
         added = ["--- /dev/null", f"+++ b/{SCRIPT}", f"@@ -0,0 +1,{len(lines)} @@"]
         patch = normalised(patch) + "\n".join([*added, *(f"+{line}" for line in lines)])
-    return {"test_patch": patch}
+    return {"test_patch": patch, "of_another_commit": True}
 
 
 class _Range(msgspec.Struct):

@@ -66,6 +66,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Status of every test with the reference, by its name without its file; empty compares none."""
     image: str = ""
     """Reference of an image, as registries have them; empty is the official one."""
+    of_another_commit: bool = False
+    """Whether the published image is at another commit, so that the base is checked out when it is built."""
     workdir: str = ""
     """Folder of the repository in the image; empty is that of the taskset."""
     recipe: Recipe | None = None
@@ -183,6 +185,7 @@ class TestPatch:
             **({"statuses": json.dumps(row.statuses)} if row.statuses else {}),
             **({} if row.reference == f"swebench/{row.image_name}" else {"image": row.reference}),
             **({"image_host": host[0]} if host else {}),
+            **({"of_another_commit": "yes"} if row.of_another_commit else {}),
         }
 
 

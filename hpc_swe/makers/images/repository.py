@@ -50,28 +50,27 @@ def begin(folder: Path) -> None:
     run(*here, "commit", "--quiet", "--no-verify", "--allow-empty", "--message=The image's files")
 
 
-def restage(folder: Path, commit: str, scratch: Path, exact: Collection[str]) -> list[str]:
+def restage(folder: Path, commit: str, scratch: Path, exact: Collection[str] | None) -> list[str]:
     """Replace the repository of an existing image by a staged one; return the files that its maker changed.
 
     Untracked files stay, since the maker's build products are among them. Changes of tracked files stay too,
     in a commit on top of the base, so that an agent's patch does not contain them; but the files named in
-    `exact` are restored to the base. Raise HpcSweError if the base commit is missing, or if the work tree is
-    of another one.
+    `exact` are restored to the base. None restores all, for a work tree of another commit. Raise HpcSweError
+    if the base commit is missing, or if the work tree is of another one.
     """
-    staged = scratch / "staged"
-    stage(folder, commit, staged)
-    remove(folder / ".git")
-    (staged / ".git").rename(folder / ".git")
-    remove(staged)
+    gone = ("diff-tree", "-r", "-z", "--name-only", "--diff-filter=D", "HEAD", commit)
+    left = _names(run(*git(folder), *gone)) if exact is None else set()
+    _take_staged(folder, commit, scratch / "staged")
     here = git(folder, "user.name=images", "user.email=images")
-    (folder / ".git" / "index").unlink()  # it describes the staged files, not these
-    run(*here, "read-tree", "HEAD")
     for entry in run(*here, "ls-files", "--stage", "-z").split("\0"):
         mode, _, path = entry.partition("\t")
         if mode.startswith("160000"):  # a submodule, whose history was removed
             remove(folder / path / ".git")
+    if left:  # git follows no link of the image
+        run(*here, "--literal-pathspecs", "clean", "--quiet", "-fx", "--", *sorted(left))
     contents = git(folder, "core.fileMode=false")
-    changed = _names(run(*contents, "diff", "--name-only", "-z", "HEAD")) - set(exact)
+    differ = _names(run(*contents, "diff", "--name-only", "-z", "HEAD"))
+    changed = set() if exact is None else differ - set(exact)
     if len(changed) > _MOST_SET_UP:
         raise HpcSweError(
             f"{len(changed)} tracked files of the image differ from {commit}: it is of another commit"
@@ -90,6 +89,15 @@ def restage(folder: Path, commit: str, scratch: Path, exact: Collection[str]) ->
     run(*here, "update-index", "-q", "--refresh")
     _refuse_foreign_objects(folder, tip)
     return sorted(changed)
+
+
+def _take_staged(folder: Path, commit: str, staged: Path) -> None:
+    stage(folder, commit, staged)
+    remove(folder / ".git")
+    (staged / ".git").rename(folder / ".git")
+    remove(staged)
+    (folder / ".git" / "index").unlink()  # it describes the staged files, not these
+    run(*git(folder), "read-tree", "HEAD")
 
 
 def foreign_objects(folder: Path, commit: str) -> list[str]:

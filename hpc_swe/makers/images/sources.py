@@ -187,7 +187,8 @@ class Pulled:
             begin(repository)
         if not (repository / ".git").exists():
             raise HpcSweError(f"{self.origin(task)} has no git repository in {task.workdir}")
-        set_up = restage(repository, task.base_commit, work, exact)
+        of_another = "of_another_commit" in task.tests.extra
+        set_up = restage(repository, task.base_commit, work, None if of_another else exact)
         self._try(msgspec.structs.replace(task, image=tree.name), work)
         return set_up
 

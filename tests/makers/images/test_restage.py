@@ -77,6 +77,26 @@ def test_a_submodule_s_files_stay_without_its_history(tmp_path):
     assert git(folder, "status", "--porcelain") == ""
 
 
+@pytest.mark.slow
+def test_an_image_that_is_said_to_be_of_an_older_commit_gets_the_base(repository, testbed, tmp_path):
+    base = repository[1]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/old.py").write_text("")
+    git(testbed, "checkout", "-q", f"{base}~")
+    (testbed / "gone").mkdir()
+    (testbed / "gone/old.py").write_text("")
+    (testbed / "gone.py").write_text("")
+    git(testbed, "add", "gone", "gone.py")
+    git(testbed, "commit", "-qm", "files that the base has no more")
+    shutil.rmtree(testbed / "gone")
+    (testbed / "gone").symlink_to(tmp_path / "mine")
+    assert restage(testbed, base, tmp_path, exact=None) == []
+    assert git(testbed, "rev-parse", "HEAD") == base
+    assert git(testbed, "status", "--porcelain") == "?? calc.egg-info\n?? gone"
+    assert (testbed / "build/core.so").exists()
+    assert (tmp_path / "mine/old.py").exists()
+
+
 def test_an_image_of_another_commit_is_refused(repository, testbed, tmp_path):
     for number in range(60):
         (testbed / f"calc/more_{number}.py").write_text(f"# {number}\n")
