@@ -50,7 +50,7 @@ BUDGETS = {
     "hpc_swe/makers": 2_245,  # statements with the function at fault, rows by pass rate, the share sealed
     "hpc_swe/makers/bugs": 1_403,  # mutants are tried by processes, which may be killed
     "hpc_swe/makers/images": 1_253,  # pulls wait together; the base is checked out in an older image
-    "hpc_swe/models": 1_337,  # refuses what cannot be unpacked, by file and key
+    "hpc_swe/models": 1_336,  # refuses what cannot be unpacked, by file and key
     "hpc_swe/models/advantages": 141,
     "hpc_swe/models/deltas": 946,
     "hpc_swe/models/engines": 3_150,
