@@ -15,7 +15,7 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 from vllm.model_executor.model_loader.utils import initialize_model
 
 from hpc_swe.cluster.processes import free_port
-from hpc_swe.models.engines._vllm.copies import require_plain
+from hpc_swe.models.engines._vllm.plain import require_plain
 
 
 def refusal(model: torch.nn.Module) -> str:

@@ -23,8 +23,9 @@ from vllm.model_executor.models import qwen2, qwen3_moe  # noqa: F401
 
 from hpc_swe.cluster.processes import free_port
 from hpc_swe.models.deltas.tensor_delta import Digests, encode
-from hpc_swe.models.engines._vllm.copies import LoaderCopies, Patch
+from hpc_swe.models.engines._vllm.copies import LoaderCopies
 from hpc_swe.models.engines._vllm.files import Delta
+from hpc_swe.models.weight_files import UNTRAINED
 
 SIZE = 2
 
@@ -43,18 +44,18 @@ def compare(copies: LoaderCopies, tensors: dict[str, torch.Tensor]) -> None:
     assert {n: v % 2**64 for n, v in found.items()} == {n: v % 2**64 for n, v in whole.items()}
 
 
-def write(patches: list[Patch]) -> None:
-    for patch in patches:
-        patch.write()
+def read(path: Path) -> dict[str, torch.Tensor]:
+    return {name: each for name, each in load_file(path).items() if not name.startswith(UNTRAINED)}
 
 
 def check(rank: int, port: int, folder: Path) -> None:
-    before, after = (load_file(folder / name / "model.safetensors") for name in ("old", "new"))
-    is_whole = folder.name.endswith("ep")
+    before, after = (read(folder / name / "model.safetensors") for name in ("old", "new"))
+    is_whole, is_hybrid = folder.name.endswith("ep"), folder.name == "hybrid"
     shapes = {name: list(tensor.shape) for name, tensor in before.items()}
     config = EngineArgs(
         model=str(folder / "old"),
-        dtype="float32",
+        dtype="bfloat16" if is_hybrid else "float32",
+        language_model_only=is_hybrid,
         enforce_eager=True,
         tensor_parallel_size=SIZE,
         enable_expert_parallel=is_whole,
@@ -68,7 +69,7 @@ def check(rank: int, port: int, folder: Path) -> None:
         model.load_weights(iter(tensors.items()))
     changed, expected = (dict(model.named_parameters()) for model in models)
 
-    copies = LoaderCopies.record(models[0], shapes, torch.float32)
+    copies = LoaderCopies.record(models[0], shapes, config.model_config.dtype)
     assert all(map(copies.holds, shapes)) != is_whole
     compare(copies, before)
     changes = {name: encode(before[name], tensor) for name, tensor in after.items()}
@@ -77,13 +78,13 @@ def check(rank: int, port: int, folder: Path) -> None:
     delta = Delta({name: each for name, each in changes.items() if each is not None}, whole)
     patches = copies.patches(delta)
     compare(copies, before)
-    write(patches)
+    copies.write(patches)
     compare(copies, after)
-    negative = {name: -tensor for name, tensor in after.items()}
-    assert copies.compare(negative) is None, "the differences take more than a quarter of the weights"
+    differs = copies.compare({name: -tensor for name, tensor in after.items()})
+    assert differs is None, "the differences take more than a quarter of the weights"
     copies.copy(before)
     slightly = {name: each if "norm" in name else before[name] for name, each in after.items()}
-    write(copies.compare(slightly) or [])
+    copies.write(copies.compare(slightly) or [])
     compare(copies, slightly)
     copies.copy(after)
     compare(copies, after)

@@ -1,19 +1,25 @@
 """Where vLLM's loader puts checkpoint tensors, on its own layers and on several ranks."""
 
 import json
+import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.kit.checkout import started
+from tests.kit.checkout import ROOT, STAND_INS, started
 from tests.kit.engine_kit import SIZES
-from tests.kit.random_model import save_random
+from tests.kit.random_model import save_random, save_wrapped
+from tests.kit.ranks import tiny
 
 pytestmark = pytest.mark.slow
 
 
 SIMPLE = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+if not find_spec("torchvision"):
+    SIMPLE["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(STAND_INS)))
+WIDE = {"num_hidden_layers": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
 FEW = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}
 
 
@@ -36,13 +42,15 @@ def test_values_are_changed_where_vllms_loader_puts_them(tmp_path: Path) -> None
 
     shape, cases = (
         SIZES | {"num_key_value_heads": 1, "tie_word_embeddings": False},
-        ("dense", "tp", "ep", "fused"),
+        ("dense", "tp", "ep", "fused", "hybrid"),
     )
-    for case in cases:
+    for case in cases[:-1]:
         family, more = ("Qwen2", {}) if case == "dense" else ("Qwen3Moe", FEW)
         (tmp_path / case).mkdir()
         save_random(tmp_path / case / "old", family, shape | more, 0, change, fused=case == "fused")
         save_random(tmp_path / case / "new", family, shape | more, 0, alter, fused=case == "fused")
+    for name, edit in {"old": tiny.move, "new": lambda *given: (tiny.move(*given), alter(*given))}.items():
+        save_wrapped(tmp_path / "hybrid" / name, "Qwen3_5", shape | tiny.HYBRID | WIDE, edit, "bfloat16")
     done = started("tests.kit.recorded_copies", *(tmp_path / case for case in cases), **SIMPLE)
     found = [line for line in done.stdout.splitlines() if line.startswith(cases)]
     assert found == [f"{case} all bits are equal" for case in cases], done.stderr[-5000:]

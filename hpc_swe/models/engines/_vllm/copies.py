@@ -4,13 +4,10 @@
 it: which rectangle of which tensor goes where in this worker's memory. This holds for every architecture
 whose loader only copies. A delta then changes single values on the device, a full snapshot copies only what
 this worker needs, and digests are computed from the device's memory.
-
-A model is left to vLLM's reload when anything else is derived from its weights: the list of layers below is
-short on purpose, because a stale derived tensor would go unnoticed.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,12 +25,6 @@ from hpc_swe.models.engines._vllm.parts import JoinedParts
 if TYPE_CHECKING:
     from hpc_swe.models.deltas.placing_kernels import MemoryTables, PlacedDelta
 
-PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
-"""Quantization methods that leave weights on a GPU as they were loaded."""
-PLAIN_EXPERTS = {"TRITON", "BATCHED_TRITON"}
-"""Kernels that compute experts from weights as they were loaded; others want halves swapped, or blocks."""
-PLAIN_LAYERS = {"Attention"}
-"""Layers whose processing after loading touches no weights of an unquantized model."""
 THREADS = 8
 SHARE = 4
 """Changed values and their positions may take one part in so many of the memory of the weights."""
@@ -67,13 +58,17 @@ class LoaderCopies:
         shapes: Mapping[str, list[int]],
         copies: Mapping[str, Sequence[Copy]],
         has_kernels: bool | None = None,
+        widened: Sequence[Work] = (),
     ) -> None:
         """Use Triton's kernels where the memory is a GPU's, or as `has_kernels` says.
+
+        Of `widened` pairs the first, in this worker's memory, has more bits than checkpoints; copies go to
+        the second, which is kept equal.
 
         A tensor without copies, for example an expert, belongs to another worker; `digests` raises ValueError
         for one that no worker holds.
         """
-        self._copies = {name: copies.get(name, ()) for name in shapes}
+        self._copies, self._widened = {name: copies.get(name, ()) for name in shapes}, widened
         self._wholes = {name: Rectangle.whole(shape) for name, shape in shapes.items()}
         self._listed = [(name, copy) for name, several in copies.items() for copy in several]
         self._device = self._listed[0][1].target.device
@@ -95,7 +90,7 @@ class LoaderCopies:
         recorder = _Recorder(sources)
         with torch.no_grad(), recorder:
             model.load_weights(iter(sources.items()))
-        return cls(shapes, recorder.copies)
+        return cls(shapes, recorder.copies, widened=list(recorder.widened.values()))
 
     def holds(self, name: str) -> bool:
         """Return whether this worker has a part of a tensor."""
@@ -105,6 +100,21 @@ class LoaderCopies:
         """Copy what this worker needs of full tensors, which are mapped files."""
         work = [(copy.target, source) for copy, source in self._pairs(tensors)]
         _in_threads(work, _copy_in)
+        self.write([])
+
+    def write(self, patches: "Patches") -> None:
+        """Write what a version changes."""
+        for patch in patches:
+            patch.write()
+        for wide, narrow in self._widened:
+            wide.copy_(narrow)
+
+    def _narrow(self) -> None:
+        """Read memory that has more bits than checkpoints; raise ValueError if it has other values."""
+        for wide, narrow in self._widened:
+            narrow.copy_(wide)
+            if not torch.equal(narrow.to(wide.dtype), wide):
+                raise ValueError(f"a tensor in {wide.dtype} is not of the {narrow.dtype} of checkpoints")
 
     @property
     def nbytes(self) -> int:
@@ -116,6 +126,7 @@ class LoaderCopies:
 
         Return None if that is too much to hold beside the model.
         """
+        self._narrow()
         spare = SpareMemory(self._spare())
         work = [(copy.target, source) for copy, source in self._pairs(tensors)]
         found = _in_threads(work, lambda part: _differences(part, spare))
@@ -144,6 +155,7 @@ class LoaderCopies:
 
         Raise ValueError for changes that do not fit their tensor.
         """
+        self._narrow()
         found = [Patch(copy.target, None, source) for copy, source in self._pairs(delta.whole)]
         if self._tables is not None and delta.changes:
             return [*found, self._tables.place(delta.changes)]
@@ -184,6 +196,7 @@ class LoaderCopies:
 
     def shares(self) -> list[int]:
         """Return the digest of each copy in this worker's memory."""
+        self._narrow()
         if self._tables is not None:
             found = self._tables.digests(self._digests)
         else:
@@ -229,12 +242,6 @@ class SpareMemory:
             self._left -= size
 
 
-def require_plain(model: torch.nn.Module) -> None:
-    """Raise ValueError if a layer may derive other tensors from the weights that were loaded."""
-    if derived := sorted(set(_derived(model))):
-        raise ValueError(f"its weights are processed after loading by {', '.join(derived)}")
-
-
 class _Recorder(TorchDispatchMode):  # type: ignore[misc]
     """Note the copies from tensors without data, and carry them out for none."""
 
@@ -243,6 +250,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         self._names = {tensor.untyped_storage()._cdata: name for name, tensor in sources.items()}
         self._sources = sources
         self.copies: dict[str, list[Copy]] = {}
+        self.widened: dict[int, Work] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.ops.aten.copy_.default or not args[1].is_meta:
@@ -251,38 +259,21 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             return func(*args, **(kwargs or {}))
         target, part = args[0], args[1]
         name = self._names.get(part.untyped_storage()._cdata)
-        if name is None or target.is_meta or (target.shape, target.dtype) != (part.shape, part.dtype):
+        if name is None or target.is_meta or target.shape != part.shape or not _is_exact(target, part):
             raise ValueError(f"its loader does not simply copy {name or 'a tensor that it computed'}")
+        if target.dtype != part.dtype:
+            pair = target.detach(), torch.empty_like(target, dtype=part.dtype)
+            target = self.widened.setdefault(target.data_ptr(), pair)[1]
         at = _locate(self._sources[name], part)
         copy, known = Copy(at, _flat(target.detach(), at)), self.copies.setdefault(name, [])
         if not any(copy.is_same(other) for other in known):  # a difference must be added once
             known.append(copy)
-        return target
+        return args[0]
 
 
-def _derived(model: torch.nn.Module) -> Iterable[str]:
-    methods = [getattr(module, "quant_method", None) for module in model.modules()]
-    judged = {id(method) for method in methods}  # those of experts are modules, too
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if method is not None and (not _is_plain(method) or _is_on_cpu(module)):
-            yield type(method).__name__
-        is_plain = type(module).__name__ in PLAIN_LAYERS or id(module) in judged
-        if hasattr(module, "process_weights_after_loading") and not is_plain:
-            yield type(module).__name__
-
-
-def _is_plain(method: Any) -> bool:
-    """Return whether a method leaves weights on a GPU as and where they were loaded."""
-    name = type(method).__name__
-    if name != "UnquantizedFusedMoEMethod":
-        return name in PLAIN_METHODS
-    moves = method.moe.moe_parallel_config.enable_eplb  # balances experts by moving them to other places
-    return method.unquantized_backend.name in PLAIN_EXPERTS and not moves
-
-
-def _is_on_cpu(module: torch.nn.Module) -> bool:
-    return any(parameter.device.type == "cpu" for parameter in module.parameters())
+def _is_exact(target: Tensor, part: Tensor) -> bool:
+    """Return whether a copy changes no value."""
+    return bool(target.dtype == part.dtype or (target.dtype == torch.float32 and part.dtype.itemsize == 2))
 
 
 def _locate(whole: Tensor, part: Tensor) -> Rectangle:

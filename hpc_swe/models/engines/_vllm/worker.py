@@ -33,7 +33,7 @@ from hpc_swe.base.errors import CorruptRecord
 from hpc_swe.base.records import WeightManifest
 from hpc_swe.base.store import folders
 from hpc_swe.cluster.processes import die_with_parent
-from hpc_swe.models.engines._vllm.copies import LoaderCopies, Patches, require_plain
+from hpc_swe.models.engines._vllm.copies import LoaderCopies, Patches
 from hpc_swe.models.engines._vllm.environment import BACKEND, TOKEN
 from hpc_swe.models.engines._vllm.files import (
     Delta,
@@ -49,6 +49,7 @@ from hpc_swe.models.engines._vllm.files import (
     with_files,
 )
 from hpc_swe.models.engines._vllm.gate import AnswerGate
+from hpc_swe.models.engines._vllm.plain import require_plain
 from hpc_swe.models.engines._vllm.samples import SampleRoute
 from hpc_swe.models.engines._vllm.speculation import mend_sampling
 from hpc_swe.models.engines.base import FALLBACK
@@ -245,7 +246,7 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
             log.warning("weights are read in the pause: %s", error)
         whole = tuple(chain if rest is None else rest)
         if patches is not None:
-            return Staged(partial(_write, patches), "changed values", whole)
+            return Staged(partial(copies.write, patches), "changed values", whole)
         deltas = [Delta.read(link.folder, wanted) for link in links]
         return Staged(partial(_write_one_by_one, copies, tensors, deltas), "copied", whole)
 
@@ -314,11 +315,6 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
         require_digests(copies.digests(_gather), wanted)
 
 
-def _write(patches: Patches) -> None:
-    for patch in patches:
-        patch.write()
-
-
 def _write_one_by_one(
     copies: LoaderCopies, tensors: dict[str, torch.Tensor] | None, deltas: Sequence[Delta]
 ) -> None:
@@ -326,7 +322,7 @@ def _write_one_by_one(
     if tensors is not None:
         copies.copy(tensors)
     for delta in deltas:
-        _write(copies.patches(delta))
+        copies.write(copies.patches(delta))
         copies.merge(delta)
 
 
