@@ -5,7 +5,7 @@ functions below, and CUDA the kernels of triton_kernels.py.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -112,11 +112,13 @@ class _GatedNorm(torch.autograd.Function):  # type: ignore[misc]
     def forward(ctx: Any, read: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.eps = eps
         ctx.save_for_backward(read, gate, weight)
-        return _gated_norm(read, gate, weight, eps)
+        found: Tensor = compiled(_gated_norm)(*any_length(read, gate), weight, eps)
+        return found
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *vjp(partial(_gated_norm, eps=ctx.eps), *ctx.saved_tensors)[1](grad), None
+        read, gate, weight = ctx.saved_tensors
+        return *compiled(_gated_norm_backward)(*any_length(grad, read, gate), weight, ctx.eps), None
 
 
 class _ResidualNorm(torch.autograd.Function):  # type: ignore[misc]
@@ -205,6 +207,20 @@ def _rms_norm(hidden: Tensor, factor: Tensor, eps: float) -> Tensor:
 def _gated_norm(read: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     normed = F.rms_norm(read.float(), weight.shape, eps=eps).to(read.dtype)
     return (weight * normed * F.silu(gate.float())).to(read.dtype)
+
+
+def _gated_norm_backward(
+    grad: Tensor, read: Tensor, gate: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    states, opened, above = read.float(), gate.float(), grad.float()
+    scale = torch.rsqrt(states.square().mean(-1, keepdim=True) + eps)
+    normed, share = states * scale, opened.sigmoid()
+    of_product = above * opened * share
+    of_gate = above * weight * normed * share * (1 + opened * (1 - share))
+    of_normed = of_product * weight
+    of_read = scale * (of_normed - normed * (of_normed * normed).mean(-1, keepdim=True))
+    of_weight = (of_product * normed).sum((0, 1))
+    return of_read.to(read.dtype), of_gate.to(gate.dtype), of_weight.to(weight.dtype)
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:
