@@ -153,7 +153,7 @@ class Exporter:
                 sums += [self._add_whole(files, *each, keep=carrier == "base") for each in group.items()]
             del group  # before the next one is gathered
         for name, snapshot in self._accompanying.items():
-            tensor = snapshot[name]
+            tensor = snapshot[name].to(self._device)  # where digests are computed
             infos[name] = _info(tensor)
             if carrier == "delta":  # it never changes
                 sums.append(self._digests.new_zeros(1))
