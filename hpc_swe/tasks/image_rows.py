@@ -56,10 +56,11 @@ def of_smith(row: Mapping[str, Any], names_of: Callable[[str], list[str]]) -> di
 
 
 def of_scale(row: Mapping[str, Any], _: Callable[[str], list[str]]) -> dict[str, Any]:
-    """Return the test patch of a row of Scale-SWE, whose `f2p_script` is a file of its own.
+    """Return the columns of a row of Scale-SWE, whose `f2p_script` is a file of its own.
 
-    Its `pre_commands`, which are not run, check out the base commit, since images are at an older one, and
-    hide its future, as our images do.
+    Its `patch` is that of a whole pull request, whose changes of tests are left out: a solution may change
+    what the reference changes. Its `pre_commands`, which are not run, check out the base commit, since images
+    are at an older one, and hide its future, as our images do.
     """
     script, patch = (str(row.get(name) or "") for name in ("f2p_script", "f2p_patch"))
     if not (script + patch).strip():
@@ -68,7 +69,9 @@ def of_scale(row: Mapping[str, Any], _: Callable[[str], list[str]]) -> dict[str,
         lines = script.removesuffix("\n").split("\n")
         added = ["--- /dev/null", f"+++ b/{SCRIPT}", f"@@ -0,0 +1,{len(lines)} @@"]
         patch = normalised(patch) + "\n".join([*added, *(f"+{line}" for line in lines)])
-    return {"test_patch": patch, "of_another_commit": True}
+    parts = re.split("^(?=diff --git )", str(row.get("patch") or ""), flags=re.MULTILINE)
+    kept = [part for part in parts if not _TEST.fullmatch(part.partition("\n")[0].rpartition(" b/")[2])]
+    return {"patch": "".join(kept), "test_patch": patch, "of_another_commit": True}
 
 
 class _Range(msgspec.Struct):

@@ -102,11 +102,12 @@ def _pro(reference: str, **more: object) -> Published:
 
 
 def _scale() -> Published:
-    """Most rows have tests of a script beside those of a patch."""
+    """Most rows have tests of a script beside those of a patch; the reference is a whole pull request."""
     row = columns("base_commit", "test_patch", "version", repo="tool", user="acme", parent_commit=BASE)
     row["FAIL_TO_PASS"] = [f"{SCRIPT}::test_four", *row["FAIL_TO_PASS"]]
     row |= {name: json.dumps(row[name]) for name in ("FAIL_TO_PASS", "PASS_TO_PASS")}
     row |= {
+        "patch": patch("tests/test_core.py", "old\n", "new\n") + gold(),
         "f2p_patch": columns()["test_patch"],
         "f2p_script": "from calc.core import add\n\n\ndef test_four():\n    assert add(2, 2) == 4\n",
         "workdir": "/workspace/tool",

@@ -35,6 +35,7 @@ def test_a_published_row_says_its_image_its_folder_and_how_its_tests_run(tmp_pat
     assert Pulled("docker://{reference}", Process()).origin(task) == f"docker://{wanted.reference}"
     assert (task.base_commit, "add subtracts" in task.prompt) == (wanted.base, True)
     assert ("of_another_commit" in task.tests.extra) == (title == "Scale-SWE")
+    assert task.tests.extra["set_up"] == "calc/core.py", "the reference has no tests"
 
 
 def test_every_set_has_a_row_that_shows_it():
