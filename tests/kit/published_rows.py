@@ -98,7 +98,7 @@ def _pro(reference: str, **more: object) -> Published:
     given = {"requirements": "Add two numbers.", "interface": "none", "before_repo_set_cmd": ""}
     row = columns("FAIL_TO_PASS", "PASS_TO_PASS", **names | given, repo_language="python")
     row |= {"selected_test_files_to_run": '["tests/test_plain.py"]', "issue_categories": "[]"} | more
-    return Published(row, reference, workdir="/app", set_up="export QT_QPA_PLATFORM=offscreen ", conda=False)
+    return Published(row, reference, workdir="/app", set_up="offscreen OL_CONFIG=/app/conf/", conda=False)
 
 
 def _scale() -> Published:
@@ -190,6 +190,7 @@ ROWS = {
     "SWE-rebench": _rebench(),
     "SWE-rebench V2": _rebench_v2(),
     "SWE-bench-extra": Published(columns(meta={"is_lite": True}), "swerebench/" + IMAGE.format("1776")),
+    "SWE-bench-extra of another image": Published(columns(meta={}, docker_image="me/tool"), "me/tool"),
     "SWE-Lego": Published(
         columns(
             image_name="jierun/" + IMAGE.format("1776"),
@@ -199,7 +200,12 @@ ROWS = {
         "jierun/" + IMAGE.format("1776"),
         "LANG=C.UTF-8 pytest -rA tests/test_plain.py",
     ),
-    "SWE-bench-Live": Published(_live(), "starryzhang/" + IMAGE.format("1776"), "pytest -rA", conda=False),
+    "SWE-bench-Live": Published(
+        _live(parser="pytest", log_parser=None),
+        "starryzhang/" + IMAGE.format("1776"),
+        "pytest -rA",
+        conda=False,
+    ),
     "SWE-bench-Live/MultiLang": _multilang(),
     "SWE-bench Pro": _pro(
         "jefzda/sweap-images:acme.tool-Acme__tool-12", dockerhub_tag="acme.tool-Acme__tool-12"

@@ -75,6 +75,8 @@ def test_lists_in_json_are_read_as_json_and_no_version_is_none(no_tests):
     given |= {"PASS_TO_PASS": no_tests, "version": None}
     read = read_row("rows:1", json.dumps(ROWS["SWE-rebench"].row | given))
     assert (read.fail_to_pass, read.pass_to_pass, read.version) == (["t[\U0001f600"], [], "")
+    by_go = read_row("rows:1", ROWS["SWE-rebench V2"].row | given)
+    assert len(by_go.fail_to_pass) == 2, "only the parser of pytest cuts a name"
 
 
 def test_a_recipe_of_the_configuration_comes_before_that_of_the_row(tmp_path):
@@ -105,6 +107,7 @@ def test_a_recipe_of_the_configuration_comes_before_that_of_the_row(tmp_path):
             "column repo_language: js: no column says how its tests are",
         ),
         ("SWE-bench Pro", {"fail_to_pass": "[a"}, "column FAIL_TO_PASS is not a list of names"),
+        ("SWE-bench Pro", {"fail_to_pass": [], "pass_to_pass": []}, "column FAIL_TO_PASS is missing or"),
         (
             "Scale-SWE",
             {"f2p_patch": "", "f2p_script": None},
@@ -139,7 +142,7 @@ def test_a_recipe_of_the_configuration_comes_before_that_of_the_row(tmp_path):
         ("R2E-Gym", {"docker_image": ""}, "column docker_image is missing or empty"),
         (
             "R2E-Gym",
-            {"parsed_commit_content": None, "image_name": "a"},
+            {"parsed_commit_content": None, "image_name": "a", "patch": "a"},
             "column parsed_commit_content is missing",
         ),
         ("R2E-Gym", {"commit_hash": ""}, "column commit_hash is missing or empty"),
