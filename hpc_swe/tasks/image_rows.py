@@ -142,6 +142,7 @@ def of_r2e(row: Mapping[str, Any], _: Callable[[str], list[str]]) -> dict[str, A
         _COLOUR.sub("", name).partition(" - ")[0]: status
         for name, status in _read(row, "expected_output_json", dict[str, str]).items()
     }
+    bad = {name.split(" ")[0] for name in statuses if statuses[name] != "PASSED"}
     commit = _read(row, "parsed_commit_content", _Commit)
     solved = [each for each in commit.file_diffs if not _TEST.fullmatch(each.header.file.path)]
     if any(each.is_binary_file for each in solved) or not solved:
@@ -160,10 +161,8 @@ def of_r2e(row: Mapping[str, Any], _: Callable[[str], list[str]]) -> dict[str, A
         "hidden_tests": ["/r2e_tests"],
         "absent": [f"/testbed/{name}" for name in _OF_R2E.split()],
         "problem_statement": inner[1].strip() if inner else issue,
-        # swebench's parser cuts a name at a blank
-        "FAIL_TO_PASS": [
-            *dict.fromkeys(name.split(" ")[0] for name in statuses if statuses[name] == "PASSED")
-        ],
+        # swebench's parser cuts a name at a blank, and the worst end of a name counts
+        "FAIL_TO_PASS": [*dict.fromkeys(cut for name in statuses if (cut := name.split(" ")[0]) not in bad)],
         "PASS_TO_PASS": [],
         "statuses": statuses,
         "test_cmd": f"{_PYTEST.format(display)} r2e_tests",

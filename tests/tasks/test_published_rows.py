@@ -79,6 +79,11 @@ def test_lists_in_json_are_read_as_json_and_no_version_is_none(no_tests):
     assert len(by_go.fail_to_pass) == 2, "only the parser of pytest cuts a name"
 
 
+def test_a_cut_name_that_also_stands_for_a_failing_test_need_not_pass():
+    ends = json.dumps({"t[a b]": "PASSED", "t[a c]": "FAILED", "t": "PASSED"})
+    assert read_row("rows:1", ROWS["R2E-Gym"].row | {"expected_output_json": ends}).fail_to_pass == ["t"]
+
+
 def test_a_recipe_of_the_configuration_comes_before_that_of_the_row(tmp_path):
     recipes = {"acme/tool": {"command": "make check", "log_parser": "parse_log_gotest", "labels": "none"}}
     config = {"train": {"rows": str(write_rows(tmp_path / "rows.jsonl", ROWS["SWE-rebench"].row))}}
