@@ -190,7 +190,7 @@ ROWS = {
     "SWE-rebench": _rebench(),
     "SWE-rebench V2": _rebench_v2(),
     "SWE-bench-extra": Published(columns(meta={"is_lite": True}), "swerebench/" + IMAGE.format("1776")),
-    "SWE-bench-extra of another image": Published(columns(meta={}, docker_image="me/tool"), "me/tool"),
+    "SWE-bench-extra of an image": Published(columns(meta={"a": 1}, docker_image="me/tool"), "me/tool"),
     "SWE-Lego": Published(
         columns(
             image_name="jierun/" + IMAGE.format("1776"),
