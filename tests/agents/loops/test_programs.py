@@ -349,3 +349,15 @@ def test_a_compaction_and_what_follows_are_exact_chains(world: World, tmp_path: 
     assert done.exit_status == ExitStatus.SUBMITTED, done.error
     assert f"+    return {NEW}" in done.submission
     assert [turn.parent for turn in turns].count(None) == 3, "the history, its summary, what follows"
+
+
+def test_qwen_code_sums_up_a_full_context_when_refused_and_goes_on(world: World, tmp_path: Path) -> None:
+    name = there("qwen_code")
+    on = made(world, name, tmp_path, [LONG[name], LONG[name].replace("20000", "20001")], context=40_000)
+    summary = "<state_snapshot>It was counted.</state_snapshot>"
+    sed = call("run_shell_command", command=SED)
+    on.engine.apart = {"produce the <state_snapshot>": [summary], "It was counted.": [*[sed] * 3, "Done."]}
+    done = played(on)
+    exact(done.turns, on.engine)
+    assert (done.exit_status, done.counts["context_full"]) == (ExitStatus.SUBMITTED, 1), done.error
+    assert f"+    return {NEW}" in done.submission
