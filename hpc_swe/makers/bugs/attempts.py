@@ -116,8 +116,8 @@ class Trier:
         if seen is None or all(test.has_passed for test in seen.tests.values()):
             return "the tests that the agent sees do not show the fault"
         failed = {id_ for id_, test in seen.tests.items() if test.outcome == "failed"}
-        if failed - survey.tests.keys():  # as those of a mixin that pytest takes for a class of tests
-            return "the agent sees tests that fail for the original, too"
+        if failed - survey.tests.keys():  # such as those of a mixin that pytest takes for a class of tests
+            return "the agent sees tests fail that may fail for the original, too"
         return ""
 
     def _task(self, row: dict[str, Any]) -> Task:

@@ -183,7 +183,7 @@ def test_half_of_the_failing_tests_are_hidden_and_the_others_are_seen(out):
             assert "failed" in Evaluate()(sandbox, task)
             sandbox.write("shapes.py", SHAPES.encode())
             assert "failed" not in Evaluate()(sandbox, task)
-    assert "the agent sees tests that fail for the original, too" in out[1]
+    assert "the agent sees tests fail that may fail for the original, too" in out[1]
     rows = [row for file in out[0].glob("*.parquet") for row in pq.read_table(file).to_pylist()]
     assert {"task_id", "problem_statement", "prompt", "extra_info"} < set(rows[0])
     assert all(SHAPES in (fixed["content"] for fixed in row["fixed"]) for row in rows)
