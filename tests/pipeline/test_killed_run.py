@@ -2,22 +2,25 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import pytest
 
 from hpc_swe.base.records import WeightManifest
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import folders, weights
-from hpc_swe.cluster.processes import descendants
+from hpc_swe.cluster.processes import descendants, free_port
 from hpc_swe.launch import existing
+from hpc_swe.models.engines.vllm import Vllm
 from tests.kit.books import Books, torn
-from tests.kit.checkout import ROOT
+from tests.kit.checkout import ROOT, environment, typed
 from tests.kit.run_processes import command, processes_of, role_pids
-from tests.kit.waiting import until
+from tests.kit.waiting import DEADLINE_S, until
 
 pytestmark = pytest.mark.slow
 STEPS = 6
@@ -120,6 +123,24 @@ def test_learner_alone_on_the_archive_gives_bitwise_equal_weights(killed, tmp_pa
         for r, v in ((run, last), (replay, weights.newest(replay)))
     )
     assert {n: t.sha256 for n, t in mine.tensors.items()} == {n: t.sha256 for n, t in theirs.tensors.items()}
+
+
+def test_the_printed_line_serves_the_last_weights_to_anybody(killed):
+    printed = typed("hpc_swe.launch", "serve", killed[0].root, "--version=newest")
+    vllm, *words = shlex.split(printed.stdout)
+    url = f"http://127.0.0.1:{(port := free_port('127.0.0.1'))}"
+    line = [Path(sys.executable).with_name(vllm), *words, f"--port={port}"]
+    with subprocess.Popen(line, env=environment(VLLM_CPU_OMP_THREADS_BIND="nobind")) as server:
+        try:
+            until(lambda: server.poll() is not None or Vllm().is_healthy(url), "a server that answers")
+            name = words[words.index("--served-model-name") + 1]
+            asked = {"model": name, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+            body = json.dumps(asked).encode()
+            asking = Request(f"{url}/v1/chat/completions", body, {"Content-Type": "application/json"})
+            with urlopen(asking, timeout=DEADLINE_S) as reply:
+                assert json.load(reply)["usage"]["completion_tokens"] in range(1, 5)
+        finally:
+            server.terminate()
 
 
 def test_curves_are_all_there_and_all_documented(killed):

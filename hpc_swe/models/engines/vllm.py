@@ -155,7 +155,10 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
             "tensor-parallel-size": self.tensor_parallel,
             "generation-config": "vllm",
         }
-        return ["vllm", "serve", str(model), *_words(options)]
+        if self.device == "cpu" and self.kv_cache_bytes:
+            options["kv-cache-memory-bytes"] = self.kv_cache_bytes  # vLLM would ask for 92 % of the memory
+        flags = vllm_environment.flags_of(read_config(model), on_gpu=self.device == "gpu")
+        return ["vllm", "serve", str(model), *_words(options), *flags]
 
     def environment(self, token: str) -> dict[str, str]:
         return vllm_environment.environment(token, on_cpu=self.device == "cpu") | self.environ
