@@ -111,6 +111,23 @@ def test_a_run_is_continued_from_any_folder_with_paths_as_it_was_started(tmp_pat
     assert f"{started}: No such file or directory; the run was started in" in refused.stderr
 
 
+def test_a_run_goes_on_on_another_cluster_by_the_line_of_the_page(tmp_path, model):
+    here, there = tmp_path / "here", RunDir(tmp_path / "there")
+    words = [f"model={model}", "policy.tensor_parallel=2", 'sandbox={type="process"}', *NOBODY]
+    done = command("start", ROOT / "configs/demo.toml", "--run", here, *words)
+    assert done.returncode == 0, done.stderr
+    here.rename(there.root)  # as rsync leaves it, and the original is out of reach
+    moved = model.rename(tmp_path / "moved")
+    fit = [f"model={moved}", "policy.tensor_parallel=1", "learner.data_parallel=2"]
+    done = command("start", "--run", there.root, "--upgrade", *fit, "executor.environ={A='1'}")
+    assert done.returncode == 0, done.stderr
+    found = existing.load(there)
+    assert (found.model, found.policy.tensor_parallel, found.learner.data_parallel) == (str(moved), 1, 2)
+    slurm = ["executor={type='slurm', cluster='hpc', partition='gpu'}", "counts.reward=1"]
+    shown = command("start", "--run", there.root, "--upgrade", *slurm, "--dry-run")
+    assert "#SBATCH --partition=gpu" in shown.stdout, shown.stderr
+
+
 def test_a_run_keeps_the_keys_that_its_own_code_reads_until_it_is_upgraded(tmp_path, read):
     run = RunDir(tmp_path / "run")
     control.start(run, read())
