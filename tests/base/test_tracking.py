@@ -6,10 +6,14 @@ import sys
 import pytest
 
 from hpc_swe.base.metrics import Log
+from hpc_swe.base.records import RunManifest
 from hpc_swe.base.rundir import RunDir
+from hpc_swe.base.store import atomic
 from hpc_swe.base.tracking import FOLDERS, Tracking
+from hpc_swe.roles.coordinator.loop import drawings
 from tests.kit.checkout import started
 
+EMPTY = dict.fromkeys(("commit", "model_sha256", "config_sha256", "folder"), "")
 STAND_IN = """
 import json, os
 def _note(name):
@@ -34,13 +38,15 @@ def test_each_line_is_sent_once_and_a_restart_sends_all_again(tmp_path, monkeypa
     run.make()
     learner, coordinator = (Log(run.metric_log(name)) for name in ("learner-1", "coordinator-1"))
     coordinator.write(0, {"reward/mean": 0.25})
-    tracking = Tracking(run, package, "run-abc", {"steps": 3})
+    run.config.write_text(json.dumps({"steps": 3, "tracker": package}))
+    atomic.put(run.manifest, RunManifest(protocol=1, run_id="run-abc", environment={}, **EMPTY))
+    tracking = drawings(run)[-1]
     tracking.update()
     coordinator.write(1, {"reward/mean": 0.5})
     learner.write(0, {"policy/loss": 2.0})
     tracking.update()
     tracking.update()
-    Tracking(run, package, "run-abc", {"steps": 3}).update()
+    drawings(run)[-1].update()
     monkeypatch.delitem(sys.modules, package)
     calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
     logged = [(words[0], named) for name, words, named, _ in calls if name == "log"]
@@ -49,7 +55,7 @@ def test_each_line_is_sent_once_and_a_restart_sends_all_again(tmp_path, monkeypa
     assert sent == [*first, *first]
     opened = [named for name, _, named, _ in calls if name == "init"]
     assert [each["group"] for each in opened] == ["run-abc"] * 2
-    assert opened[0]["config"] == {"steps": 3}
+    assert opened[0]["config"] == {"steps": 3, "tracker": package}
     assert {mode for *_, mode in calls} == {"offline"}, "a compute node has no network"
     assert (run.root / "tracked" / package).is_dir()
 

@@ -63,7 +63,7 @@ class Coordinator:
         self._run, self._maintenance, self._poll_s, self._desired = run, maintenance, poll_s, desired
         self._build_mode, self._supervision = mode, supervision
         self._mode: Mode | None = None
-        self._drawings = _drawings(run)
+        self._drawings = drawings(run)
         self._draw_at = float("-inf")
         self._progress: tuple[object, float] = (None, 0.0)
         self._ended_at = float("inf")
@@ -160,7 +160,7 @@ class Coordinator:
             )
 
 
-def _drawings(run: RunDir) -> list["Drawing | Tracking"]:
+def drawings(run: RunDir) -> list["Drawing | Tracking"]:
     """Return what draws the run's curves: TensorBoard, unless it is not installed, and the tracker."""
     found: list[Drawing | Tracking] = []
     try:
