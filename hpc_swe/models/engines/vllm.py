@@ -114,13 +114,9 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
         options = {
             "host": host,
             "port": port,
-            "served-model-name": name,
-            "dtype": self.dtype,
+            **self._of_model(name, context),
             "kv-cache-dtype": self.kv_cache_dtype,
-            "max-model-len": context,
             "max-num-seqs": self.max_num_seqs,
-            "tensor-parallel-size": self.tensor_parallel,
-            "generation-config": "vllm",
             "config-format": "hf",  # "auto" prefers the files of Mistral's own library, as no learner does
             "load-format": "safetensors",
             "scheduling-policy": "priority",
@@ -130,8 +126,6 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
         }
         if self.device == "gpu":
             options["gpu-memory-utilization"] = self.gpu_memory_share
-        if self.kv_cache_bytes:
-            options["kv-cache-memory-bytes"] = self.kv_cache_bytes
         if self.speculation:
             options["speculative-config"] = NGRAM
         if self.head_dtype != "auto":
@@ -147,18 +141,20 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
             raise ConfigError(f"[engine] program: no vllm beside {sys.executable} nor on PATH; name its path")
         return [program, "serve", str(model), *_words(options), *flags, *self.extra]
 
-    def serving(self, model: Path, name: str, context: int) -> Sequence[str]:
-        options = {
+    def _of_model(self, name: str, context: int) -> dict[str, str | int | float]:
+        cache = {"kv-cache-memory-bytes": self.kv_cache_bytes} if self.kv_cache_bytes else {}
+        return {
             "served-model-name": name,
             "dtype": self.dtype,
             "max-model-len": context,
             "tensor-parallel-size": self.tensor_parallel,
             "generation-config": "vllm",
+            **cache,
         }
-        if self.device == "cpu" and self.kv_cache_bytes:
-            options["kv-cache-memory-bytes"] = self.kv_cache_bytes  # vLLM would ask for 92 % of the memory
+
+    def serving(self, model: Path, name: str, context: int) -> Sequence[str]:
         flags = vllm_environment.flags_of(read_config(model), on_gpu=self.device == "gpu")
-        return ["vllm", "serve", str(model), *_words(options), *flags]
+        return ["vllm", "serve", str(model), *_words(self._of_model(name, context)), *flags]
 
     def environment(self, token: str) -> dict[str, str]:
         return vllm_environment.environment(token, on_cpu=self.device == "cpu") | self.environ
