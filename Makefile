@@ -1,6 +1,6 @@
 # Every verb is safe to repeat: what is already there is found in a moment and left alone.
 .DEFAULT_GOAL := help
-.PHONY: setup gpu image agents demo demo-gpu test quick cluster check docs clean help
+.PHONY: setup gpu image agents demo demo-gpu test quick cluster check lock docs clean help
 
 setup:  ## packages, .venv and Apptainer; as root it installs what the machine lacks
 	containers/setup.sh
@@ -37,6 +37,10 @@ quick: setup  ## the tests that a developer runs between two edits
 
 check: setup  ## style, types and the direction of imports
 	.venv/bin/ruff check && .venv/bin/ruff format --check && .venv/bin/mypy && .venv/bin/lint-imports
+
+lock: setup  ## uv.lock, after a change of dependencies; it names no registry, so that each user's own is asked
+	.venv/bin/uv lock
+	sed -E -i -e 's#https?://[^/"]*#https://example.invalid#' -e '/^wheels = \[$$/,/^\]$$/d' -e '/^sdist = /d' uv.lock
 
 docs:  ## these pages as a site, in build/site; it fails where a link leads nowhere
 	test -x .cache/docs/bin/mkdocs || { python3 -m venv .cache/docs && .cache/docs/bin/pip install -q '.[docs]'; }
