@@ -30,7 +30,7 @@ def of_keys(config: RunConfig) -> Iterator[str]:
         yield from _missing_for_hybrid(config)
     yield from _exceeded_limits(config)
     yield from _unchecked_proposals(config)
-    yield from _uncorrected_caches(config)
+    yield from _uncorrected_rounding(config)
 
 
 def of_new_runs(config: RunConfig) -> Iterator[str]:
@@ -212,17 +212,21 @@ def _unchecked_proposals(config: RunConfig) -> Iterator[str]:
             )
 
 
-def _uncorrected_caches(config: RunConfig) -> Iterator[str]:
-    """Yield a message if the loss stops at the difference that coarse caches make of every sequence."""
-    kind, loss = config.engine.kv_cache_dtype, config.learner.loss
+def _uncorrected_rounding(config: RunConfig) -> Iterator[str]:
+    """Yield a message for each coarse number whose effect on every sequence the loss stops at."""
+    engine, loss = config.engine, config.learner.loss
     clip = min(loss.sequence_clip_low, loss.sequence_clip_high)
-    if config.mode == "grpo" and kind != "auto" and loss.objective == "gspo" and clip < NARROW:
-        yield (
-            f"engine.kv_cache_dtype = {kind!r} samples from another distribution than the learner's, and "
-            f"learner.loss.objective = 'gspo' clips a sequence whose mean log-ratio exceeds {clip:g}; use "
-            f"sampler_ratio, decoupled or cispo, which weigh each token by it, or set sequence_clip_low and "
-            f"sequence_clip_high to {NARROW:g} or more"
-        )
+    if config.mode != "grpo" or loss.objective != "gspo" or clip >= NARROW:
+        return
+    kinds = {"kv_cache_dtype": engine.kv_cache_dtype, "dtype": engine.dtype}
+    for key, kind in kinds.items():
+        if kind.startswith("fp8"):
+            yield (
+                f"engine.{key} = {kind!r} samples from another distribution than the learner's, and "
+                f"learner.loss.objective = 'gspo' clips a sequence whose mean log-ratio exceeds {clip:g}; "
+                f"use sampler_ratio, decoupled or cispo, which weigh each token by it, or set "
+                f"sequence_clip_low and sequence_clip_high to {NARROW:g} or more"
+            )
 
 
 def _exceeded_limits(config: RunConfig) -> Iterator[str]:

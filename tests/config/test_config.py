@@ -131,9 +131,10 @@ def test_a_decoding_that_vllm_refuses_with_speculation_is_refused_first(read):
         read(GOOD, override, 'engine.speculation="ngram"')
 
 
-def test_coarse_caches_need_an_objective_that_does_not_clip_all_of_them(read):
-    coarse = ('engine.kv_cache_dtype="fp8_e4m3"', 'learner.loss.objective="gspo"')
-    with pytest.raises(ConfigError, match=r"engine.kv_cache_dtype = 'fp8_e4m3' .* exceeds 0.0003; use"):
+@pytest.mark.parametrize("key", ["kv_cache_dtype", "dtype"])
+def test_coarse_numbers_need_an_objective_that_does_not_clip_all_of_them(read, key):
+    coarse = (f'engine.{key}="fp8_e4m3"', 'learner.loss.objective="gspo"')
+    with pytest.raises(ConfigError, match=rf"engine.{key} = 'fp8_e4m3' .* exceeds 0.0003; use"):
         read(GOOD, *coarse)
     read(GOOD, coarse[0])
     read(GOOD, *coarse, "learner.loss.sequence_clip_low=0.01", "learner.loss.sequence_clip_high=0.01")

@@ -222,6 +222,8 @@ def test_cache_holds_as_many_tokens_as_its_bytes_say_and_at_least_a_head(shape, 
     said = Vllm(kv_cache_bytes=40 * GIB, kv_cache_dtype="fp8_e4m3").memory(tmp_path, 32768).parts
     assert said[1].formula == "582,542 tokens: 17 full contexts"
     assert [round(part.bytes / GIB, 1) for part in said] == [15.3, 40.0]
+    said = Vllm(dtype="fp8_e4m3").memory(tmp_path, 32768).parts
+    assert round(said[0].bytes / GIB, 1) == 8.8, "the embedding and the head keep 16 bits"
 
 
 # the scheduler

@@ -97,6 +97,8 @@ class Engine(ABC):
     """Completions say which experts computed each token."""
     speculation: str = ""
     """How tokens are proposed of which one forward pass checks several; empty: none are."""
+    dtype: str = "auto"
+    """Type of weights and activations; auto is what the model's config.json says."""
     kv_cache_dtype: str = "auto"
     """Type of cached keys and values; auto is that of activations."""
     loads_weights: ClassVar[bool] = False

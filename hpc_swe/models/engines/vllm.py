@@ -31,7 +31,7 @@ from hpc_swe.models.engines._vllm import environment as vllm_environment
 from hpc_swe.models.engines._vllm import memory as vllm_memory
 from hpc_swe.models.engines._vllm import sleep as vllm_sleep
 from hpc_swe.models.engines._vllm import update as vllm_update
-from hpc_swe.models.engines._vllm.environment import BACKEND
+from hpc_swe.models.engines._vllm.environment import BACKEND, FP8
 from hpc_swe.models.engines._vllm.gate import SAMPLE
 from hpc_swe.models.engines._vllm.update import UpdateRoutes
 from hpc_swe.models.engines.base import NEW, Completion, Engine, EngineInfo, Prefix, Weights
@@ -42,8 +42,6 @@ SLOWEST_TOKENS_PER_S = 0.5
 """Slowest rate of one completion, queueing included; an engine that is slower has lost the request."""
 FEWEST_TIMED_TOKENS = 2048
 """A request for fewer tokens may take as long as one for so many: both queue for the same time."""
-ROUNDED = 0.25
-"""Least tolerance of a probe where the engine computes with 16 bits, or caches with 8."""
 FIRST = {"priority": -1}
 """vLLM schedules this request before all others, whose priority is 0; they keep their order."""
 GREEDY = Sampling(temperature=0.0, max_tokens=1)
@@ -63,8 +61,10 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
     """Bytes of the KV cache; 0 is what vLLM finds free. Set it on a CPU, or where processes share a GPU."""
     gpu_memory_share: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """Share of each GPU's memory that the engine may use, and that must be free when it starts."""
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"
-    """Type of weights and activations; auto is what the model's config.json says."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8_e4m3"] = "bfloat16"
+    """Type of weights and activations; auto is what the model's config.json says. With fp8_e4m3 the matrices
+    of a dense model's layers have 8 bits, and so have activations where they are multiplied by these, with
+    scales for rows and tokens; all else is bfloat16."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
     """Type of cached keys and values; auto is that of activations. With fp8_e4m3 there is room for twice as
     many tokens, sampled from coarser log-probabilities, which are recorded as they are."""
@@ -101,7 +101,7 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Refuse arguments with which an engine would answer falsely."""
-        vllm_environment.require_sound_graphs(self.extra)
+        vllm_environment.require_sound(self.extra)
         if self.head_dtype != "auto" and any(word.startswith("--hf-overrides") for word in self.extra):
             raise ConfigError(
                 f"[engine] head_dtype = {self.head_dtype!r} would be lost, since vLLM takes the last "
@@ -145,7 +145,7 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
         cache = {"kv-cache-memory-bytes": self.kv_cache_bytes} if self.kv_cache_bytes else {}
         return {
             "served-model-name": name,
-            "dtype": self.dtype,
+            **vllm_environment.numbers(self.dtype),
             "max-model-len": context,
             "tensor-parallel-size": self.tensor_parallel,
             "generation-config": "vllm",
@@ -167,7 +167,7 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
         return "" if self.program else vllm_problem(self.device, found)  # a program brings its own packages
 
     def check_model(self, model: Path, context: int) -> None:
-        vllm_memory.check(model, self.tensor_parallel, context)
+        vllm_memory.check(model, self.tensor_parallel, context, needs_dense=self.dtype == FP8)
         if has_delta_nets(read_config(model)) and not self.program and not find_spec("torchvision"):
             raise ConfigError(
                 f"[engine] vLLM imports torchvision for the model_type of {model / 'config.json'}; install "
@@ -190,7 +190,7 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
         found = vllm_memory.estimate(
             ModelShape.read(model),
             self.tensor_parallel,
-            vllm_memory.Sizes(size, size if self.kv_cache_dtype == "auto" else 1),
+            vllm_memory.Sizes(1 if self.dtype == FP8 else size, size if self.kv_cache_dtype == "auto" else 1),
             sequences=self.max_num_seqs,
             context=context,
             given=self.kv_cache_bytes,
@@ -373,8 +373,7 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
             difference = _answers.probe_distance(scores, probe.logprobs)
         mean = fmean(abs(mine - theirs) for mine, theirs in zip(scores, probe.logprobs, strict=True))
         log.debug("compared %s: |difference| of the probe's log-probabilities %.3g, mean", version.name, mean)
-        is_exact = self.dtype == "float32" and self.kv_cache_dtype == "auto"
-        tolerance = probe.tolerance if is_exact else max(probe.tolerance, ROUNDED)
+        tolerance = max(probe.tolerance, _answers.least_tolerance(self.dtype, self.kv_cache_dtype))
         if not difference <= tolerance:
             raise EngineError(
                 f"{version.name}: the probe's log-probabilities differ from the learner's by"

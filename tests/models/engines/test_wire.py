@@ -202,6 +202,13 @@ def test_cached_keys_and_values_are_of_the_configured_type(tmp_path: Path, kind:
     assert command[command.index("--kv-cache-dtype") + 1] == kind
 
 
+def test_weights_of_8_bits_are_vllms_own_in_every_command(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    engine = Vllm(program="vllm", dtype="fp8_e4m3")
+    for command in (engine.command(tmp_path, "h", 1, "run", 64), engine.serving(tmp_path, "run", 64)):
+        assert "--dtype bfloat16 --quantization fp8_per_channel" in " ".join(command)
+
+
 def test_logits_are_rounded_unless_they_are_asked_for_in_float32(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     given = [Vllm(program="vllm", head_dtype=kind) for kind in ("auto", "float32")]

@@ -13,17 +13,32 @@ TOKEN = "HPC_SWE_ENGINE_TOKEN"
 """Variable with the token that every route asks for."""
 BACKEND = "hpc_swe_folder"
 """Back end of weight transfers that the extension adds to vLLM."""
+FP8 = "fp8_e4m3"
+"""Type of weights that are quantized from the learner's."""
 NOT_INHERITED = ("VLLM_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
-def require_sound_graphs(arguments: Sequence[str]) -> None:
-    """Raise ConfigError for CUDA graphs with which vLLM 0.26 sampled noise; docs/result.md has figures."""
+def require_sound(arguments: Sequence[str]) -> None:
+    """Raise ConfigError for CUDA graphs with which vLLM 0.26 sampled noise; docs/result.md has figures.
+
+    So for weights that vLLM rounds in a way of which probes and objectives are not told.
+    """
     full = r"cudagraph_mode\W+(FULL|2)\b"  # vLLM takes the name in any case, or its number
     if re.search(full, " ".join(arguments), re.IGNORECASE):
         raise ConfigError(
             "[engine.extra] has cudagraph_mode FULL: with graphs of steps that read prompts, engines sampled "
             "noise at times; write FULL_DECODE_ONLY, or leave it to vLLM"
         )
+    if found := [word for word in arguments if re.match(r"-q\b|--quantization", word)]:
+        raise ConfigError(
+            f"[engine.extra] has {found[0]}: probes, objectives and updates of weights are not made for it; "
+            f"leave it out, or write engine.dtype = {FP8!r}"
+        )
+
+
+def numbers(dtype: str) -> dict[str, str]:
+    """Return vLLM's options for a type of weights and activations."""
+    return {"dtype": "bfloat16", "quantization": "fp8_per_channel"} if dtype == FP8 else {"dtype": dtype}
 
 
 def flags_of(config: Mapping[str, Any], *, on_gpu: bool) -> list[str]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.models.costs import GIB, MemoryEstimate, Part
-from hpc_swe.models.model_shape import ModelShape, read_config
+from hpc_swe.models.model_shape import ModelShape, has_delta_nets, read_config
 from hpc_swe.models.rope import is_yarn, longest_context
 
 
@@ -14,13 +14,13 @@ class Sizes(NamedTuple):
     """Hold the bytes of a number in memory."""
 
     weight: int
-    """Of weights, and of states."""
+    """Of weights, and of states; 1 where matrices alone are quantized, as in no model with states."""
     cached: int
     """Of cached keys and values."""
 
 
-def check(model: Path, tensor_parallel: int, context: int) -> None:
-    """Check that the engine's ranks divide the model's heads, and that the model takes its contexts."""
+def check(model: Path, tensor_parallel: int, context: int, *, needs_dense: bool = False) -> None:
+    """Check that ranks divide the model's heads, and that the model takes contexts and quantization."""
     known = read_config(model)
     heads, longest = known.get("num_attention_heads", 0), longest_context(known)
     ranks = (
@@ -33,6 +33,8 @@ def check(model: Path, tensor_parallel: int, context: int) -> None:
         remedy = "lower it, or see docs/models.md on YaRN"
     length = f"rollout.context = {context} is over the model's {given} = {longest}; {remedy}"
     found = [ranks] * bool(heads % tensor_parallel) + [length] * (0 < longest < context)
+    if needs_dense and (has_delta_nets(known) or ModelShape.read(model).experts):
+        found.append("engine.dtype = 'fp8_e4m3' needs a model without experts and delta nets; use 'bfloat16'")
     if found:
         raise ConfigError("\n".join(found))
 
@@ -65,7 +67,8 @@ def estimate(
     """
     token, size = cached_token(shape, tensor_parallel, sizes.cached), sizes.weight
     state = states(shape, tensor_parallel, size)
-    weights = Part("weights", f"{size} P / tp", size * shape.parameters.of_rank(tensor_parallel))
+    tables = shape.parameters.tables // tensor_parallel if size == 1 else 0  # they keep 16 bits
+    weights = Part("weights", f"{size} P / tp", size * shape.parameters.of_rank(tensor_parallel) + tables)
     note = f"KV cache: {token:,} bytes a token, {GIB // token:,} tokens a GiB"
     note += f"; {state:,} bytes a sequence beside them" * bool(state)
     title = f"memory of each engine GPU: tp = {tensor_parallel}"

@@ -8,7 +8,7 @@ its next forward pass. The caller has verified the files before, and names them 
 import hmac
 import logging
 import os
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -52,6 +52,7 @@ from hpc_swe.models.engines._vllm.gate import AnswerGate
 from hpc_swe.models.engines._vllm.plain import require_plain
 from hpc_swe.models.engines._vllm.samples import SampleRoute
 from hpc_swe.models.engines._vllm.speculation import mend_sampling
+from hpc_swe.models.engines._vllm.versions import KeptTensors, LoadedVersion, log_served
 from hpc_swe.models.engines.base import FALLBACK
 
 Scope = MutableMapping[str, Any]
@@ -87,19 +88,6 @@ class Folder(WeightTransferUpdateInfo):  # type: ignore[misc]
         links = [*(self.parents or []), {"path": self.path, "files": self.files}]
         chain = tuple(Link(Path(each["path"]), each["files"]) for each in links)
         return LoadedVersion(chain, replace(wanted, dtypes=self.dtypes, digests=self.digests))
-
-
-@dataclass(frozen=True)
-class LoadedVersion:
-    """Name the folders of a version, and what its manifest says about its tensors."""
-
-    chain: tuple[Link, ...]
-    wanted: Wanted
-
-    def after(self, other: "LoadedVersion") -> tuple[Link, ...] | None:
-        """Return the deltas that lead here from another version; None if this is none of its successors."""
-        count, mine = len(other.chain), [link.folder for link in self.chain]
-        return self.chain[count:] if mine[:count] == [link.folder for link in other.chain] else None
 
 
 @dataclass(frozen=True)
@@ -147,7 +135,8 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
 
     A thread reads while the worker serves, and `is_staged` says when it is done. If `LoaderCopies` covers
     the model, a thread finds which values change, a swap writes those to the device's memory, and then
-    compares all digests. Otherwise vLLM reloads all tensors, which are built one after another.
+    compares all digests. Otherwise vLLM reloads all tensors, which are built one after another, or are kept
+    in this host's memory where it quantizes them.
     """
 
     init_info_cls = NoInit
@@ -165,10 +154,14 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
         self._pool = ThreadPoolExecutor(1, "staging", initializer=use_gpu)  # a new thread has GPU 0
         self._staging: Future[Staged] | None = None
         self._model = KnownModel()
+        self._kept = KeptTensors(device) if vllm_config.quant_config is not None else None
         self._copies: LoaderCopies | None = None
-        self._is_covered: bool | None = None
+        self._is_covered: bool | None = None if self._kept is None else False
         """Whether `LoaderCopies` covers the model; None until a version with digests was loaded."""
-        self._examine_first()
+        if self._kept is None:
+            self._examine_first()
+        else:
+            log_served(self.model, device)
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Do nothing: a folder needs no handshake."""
@@ -221,8 +214,12 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
         chain, wanted = version.chain, version.wanted
         if self._copies is None or not wanted.has_digests:
             chain = with_files(chain)  # the swap reads them again
-            check_chain(chain, wanted, self._device)
-            found = Staged(partial(self._reload, chain, wanted), "reloaded", chain)
+            if self._kept is not None and not chain[-1].has_adapters:
+                tensors = self._kept.read(replace(version, chain=chain))
+                found = Staged(lambda: self._reload(tensors), "quantized", chain)
+            else:
+                check_chain(chain, wanted, self._device)
+                found = Staged(lambda: self._reload(build(chain, wanted, self._device)), "reloaded", chain)
         else:
             found = self._stage_copies(self._copies, version)
         check_files(chain)  # they must not have changed while they were read
@@ -259,6 +256,8 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
             self._require_digests(self._copies, wanted)
         elif self._is_covered is None and wanted.has_digests:
             self._find_copies(wanted)
+        elif self._kept is not None:
+            log_served(self.model, self._device)
         for link in staged.read:
             link.check()  # the files must not have changed while they were read
 
@@ -266,11 +265,11 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _reload(self, chain: Sequence[Link], wanted: Wanted) -> None:
+    def _reload(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         if self._device.type == "cpu":
             _forget_packed_experts(self.model)
         initialize_layerwise_reload(self.model)
-        self.model.load_weights(build(chain, wanted, self._device))
+        self.model.load_weights(tensors)
         finalize_layerwise_reload(self.model, self.model_config)
         _repack_head(self.model)
 
