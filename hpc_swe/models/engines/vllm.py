@@ -67,7 +67,8 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
     scales for rows and tokens; all else is bfloat16."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
     """Type of cached keys and values; auto is that of activations. With fp8_e4m3 there is room for twice as
-    many tokens, sampled from coarser log-probabilities, which are recorded as they are."""
+    many tokens, sampled from coarser log-probabilities, which are recorded as they are. Models whose keys
+    have biases, such as Qwen2.5, are refused."""
     head_dtype: Literal["auto", "float32"] = "auto"
     """Type of logits; auto is `dtype`. With float32 they are the learner's, whose logits are never rounded to
     16 bits."""
@@ -167,7 +168,8 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
         return "" if self.program else vllm_problem(self.device, found)  # a program brings its own packages
 
     def check_model(self, model: Path, context: int) -> None:
-        vllm_memory.check(model, self.tensor_parallel, context, needs_dense=self.dtype == FP8)
+        vllm_memory.check(model, self.tensor_parallel, context)
+        vllm_memory.check_coarse(model, weights=self.dtype == FP8, cache=self.kv_cache_dtype == FP8)
         if has_delta_nets(read_config(model)) and not self.program and not find_spec("torchvision"):
             raise ConfigError(
                 f"[engine] vLLM imports torchvision for the model_type of {model / 'config.json'}; install "

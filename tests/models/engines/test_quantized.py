@@ -115,6 +115,14 @@ def test_a_model_of_experts_is_refused_by_name(tmp_path: Path) -> None:
         FP8.check_model(model, 64)
 
 
+def test_keys_with_biases_are_not_rounded(tmp_path: Path) -> None:
+    model = save_random(tmp_path / "biases", "Qwen2", SIZES)
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_dtype = 'fp8_e4m3' needs a model whose keys have no biases"
+    ):
+        msgspec.structs.replace(CPU, kv_cache_dtype="fp8_e4m3").check_model(model, 64)
+
+
 @pytest.mark.parametrize("words", [["--quantization", "fp8"], ["--quantization=int8"], ["-q", "fp8"]])
 def test_weights_that_are_rounded_otherwise_are_refused_by_name(words: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"\[engine.extra\] has .* write engine.dtype"):

@@ -19,8 +19,8 @@ class Sizes(NamedTuple):
     """Of cached keys and values."""
 
 
-def check(model: Path, tensor_parallel: int, context: int, *, needs_dense: bool = False) -> None:
-    """Check that ranks divide the model's heads, and that the model takes contexts and quantization."""
+def check(model: Path, tensor_parallel: int, context: int) -> None:
+    """Check that ranks divide the model's heads, and that the model takes contexts of this length."""
     known = read_config(model)
     heads, longest = known.get("num_attention_heads", 0), longest_context(known)
     ranks = (
@@ -33,10 +33,21 @@ def check(model: Path, tensor_parallel: int, context: int, *, needs_dense: bool 
         remedy = "lower it, or see docs/models.md on YaRN"
     length = f"rollout.context = {context} is over the model's {given} = {longest}; {remedy}"
     found = [ranks] * bool(heads % tensor_parallel) + [length] * (0 < longest < context)
-    if needs_dense and (has_delta_nets(known) or ModelShape.read(model).experts):
-        found.append("engine.dtype = 'fp8_e4m3' needs a model without experts and delta nets; use 'bfloat16'")
     if found:
         raise ConfigError("\n".join(found))
+
+
+def check_coarse(model: Path, *, weights: bool, cache: bool) -> None:
+    """Check that a model can be served with 8 bits for a weight, and for a cached key or value."""
+    if weights and (has_delta_nets(read_config(model)) or ModelShape.read(model).experts):
+        raise ConfigError(
+            "engine.dtype = 'fp8_e4m3' needs a model without experts and delta nets; use 'bfloat16'"
+        )
+    if cache and ModelShape.read(model).qkv_bias:
+        raise ConfigError(
+            "engine.kv_cache_dtype = 'fp8_e4m3' needs a model whose keys have no biases: a large one (354 in "
+            "Qwen2.5-Coder-1.5B) is rounded by up to 16, so that noise is sampled; use 'auto'"
+        )
 
 
 def cached_token(shape: ModelShape, tensor_parallel: int, size: int) -> int:
