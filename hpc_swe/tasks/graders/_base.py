@@ -84,7 +84,7 @@ class Base:
             if options not in known.reports:
                 _, report = run_reliably(
                     lambda: self.exam.run(sandboxes, *options),
-                    lambda ended: ended[0].timed_out,
+                    lambda ended: ended[0].lacked_processor(self.task.tests.timeout_s),
                     self.task.tests.timeout_s,
                 )
                 known.tries[options] += 1

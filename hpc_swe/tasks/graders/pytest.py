@@ -113,7 +113,9 @@ class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
         kept = _judges(base, patched, sandboxes)
         exam = Exam(task, patched, modules, kept)
         result, report = run_reliably(
-            lambda: exam.run(sandboxes), lambda ended: ended[0].timed_out, task.tests.timeout_s
+            lambda: exam.run(sandboxes),
+            lambda ended: ended[0].lacked_processor(task.tests.timeout_s),
+            task.tests.timeout_s,
         )
         if not report.outcomes:  # the patch, or the image
             require_pytest(task, sandboxes)
