@@ -124,16 +124,17 @@ def _is_test(node: ast.stmt) -> TypeGuard[TestFunction]:
     return not any("fixture" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
-def names_of_tests(text: str) -> Iterator[str]:
-    """Yield the qualified name of each function whose name begins with ``test``, in any class too.
+@lru_cache(maxsize=128)  # each grading of a task asks again
+def names_of_tests(text: str) -> tuple[str, ...]:
+    """Return the qualified name of each function whose name begins with ``test``, in any class too.
 
     Raise SyntaxError or ValueError if the text is not Python.
     """
-    for owner, test in functions(parse(as_read(text)).body):
-        yield f"{owner}.{test.name}".lstrip(".")
+    body = parse(as_read(text)).body
+    return tuple(f"{owner}.{test.name}".lstrip(".") for owner, test in functions(body))
 
 
-@lru_cache(maxsize=128)  # each grading of a task asks again
+@lru_cache(maxsize=128)
 def holds_tests(text: str) -> bool:
     """Return whether pytest may find a test in a file: a function, a class or another name."""
     try:
@@ -149,6 +150,7 @@ def holds_tests(text: str) -> bool:
     return is_case or any(name.startswith(("test", "Test")) for name in names)
 
 
+@lru_cache(maxsize=128)
 def holds_only_tests(text: str) -> bool:
     """Return whether a file defines tests and nothing else, as one of mixins for other tests does."""
     if "test" not in text:

@@ -60,19 +60,18 @@ class Base:
         return self._asked(sandboxes, "--collect-only").collected
 
     def homes(self, sandboxes: Sandboxes) -> set[str]:
-        """Return the files that these tests are from, also by inheritance or an import.
-
-        Of a task that names its tests, a file counts only if it defines a function of one of these names.
-        """
+        """Return the files that these tests are from, also by inheritance or an import."""
         signs = self._asked(sandboxes, "--collect-only").odd
         found = {file for sign, files in signs.items() if sign.startswith(HOME) for file in files}
+        return {file for file in found if self.may_hold(self.task.files.get(file, ""))}
+
+    def may_hold(self, text: str) -> bool:
+        """Return whether a file may have tests; of a task that names its tests, whether one of these."""
         ids = [*self.task.tests.fail_to_pass, *self.task.tests.pass_to_pass]
         named = {name_of(one).rpartition(".")[2] for one in ids}
-        if not named:
-            return found
-        texts = {file: self.task.files.get(file, "") for file in found}
-        defined = {file: {*names_of_tests(text)} for file, text in texts.items() if holds_tests(text)}
-        return {file for file, names in defined.items() if named & {one.rpartition(".")[2] for one in names}}
+        return not named or (
+            holds_tests(text) and any(one.rpartition(".")[2] in named for one in names_of_tests(text))
+        )
 
     def report(self, sandboxes: Sandboxes) -> TestReport:
         """Return how the tests end; raise SandboxError if the host failed."""

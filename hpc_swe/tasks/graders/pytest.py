@@ -167,6 +167,7 @@ def _judges(base: Base, patched: Mapping[str, str], sandboxes: Sandboxes) -> set
     texts = {path: text for path, text in base.task.files.items() if patched.get(path) != text}
     doubtful = {path for path, text in texts.items() if path != SOLUTION and holds_tests(text)}
     doubtful -= base.task.tests.files.keys()
+    doubtful = {path for path in doubtful if base.may_hold(texts[path]) or holds_only_tests(texts[path])}
     if not doubtful:  # then nothing needs to be run
         return set()
     found = doubtful & base.homes(sandboxes)
