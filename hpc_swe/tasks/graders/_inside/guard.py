@@ -170,7 +170,6 @@ def _see(guard: Any, event: str, first: Any = None, second: Any = None, third: A
     elif event in FILES:
         _sees_files(guard, event, path_of(first), third)
     elif event in SETS:
-        guard.must_compare = True
         _sets(guard, first, exact(second))
     elif event != "import":
         odd(guard, "calls " + event, _user_of_ctypes(guard))
@@ -208,6 +207,7 @@ def _has_name(code: Any, names: Any) -> bool:
 
 
 def _sets(guard: Any, owner: Any, name: str) -> None:
+    guard.must_compare = guard.must_compare or name in SETS_OF_FUNCTIONS
     if name in SETS_OF_FUNCTIONS and any(map(is_, guard.functions, repeat(owner))):
         odd(guard, "sets " + name)
     elif name in ("__code__", "__class__", "__bases__") and _is_judged(guard, owner):
