@@ -144,3 +144,16 @@ def test_a_start_that_does_not_fit_blames_the_image_and_no_policy(mended, tmp_pa
 def test_a_row_whose_judge_does_not_go_with_a_start_is_refused(tmp_path, mended, columns, fault):
     with pytest.raises(ConfigError, match=fault):
         started(tmp_path, mended[1], **columns)
+
+
+@pytest.mark.slow
+def test_what_must_be_absent_from_an_image_is_gone_and_nothing_else(task, apptainer):
+    absent = ["/usr/lib*/python3*/json", "/*/lib*/python3*/__pycache__/*", "/usr/*/python3.*/tarf?le.py"]
+    with apptainer.open(msgspec.structs.replace(task, absent=[*absent, "/none/at/*"])) as sandbox:
+        left = sandbox.run("cd /usr/lib/python3.*; ls -d json tarfile.py __pycache__/* csv.py", 20).output
+    assert [line for line in left.split("\n") if "No such file" not in line] == ["csv.py", ""]
+    with (
+        pytest.raises(SandboxError, match="no pattern"),
+        apptainer.open(msgspec.structs.replace(task, absent=["/usr/$(id)"])),
+    ):
+        pass
