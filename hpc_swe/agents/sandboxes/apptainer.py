@@ -120,9 +120,9 @@ class Apptainer(Plugin, ImageSandboxes, frozen=True, kw_only=True):
         """Open a fresh sandbox of the task's image with the task's files in its work directory."""
         containers = self._containers().container if self.shares_containers else self._running
         with containers(task.image) as container, container.open(task.workdir) as sandbox:
-            add_files(sandbox, task.files, f"lay out the files of {task.task_id}")
-            if task.absent:
+            if task.absent:  # before a patch is laid out, which could be what cannot be removed
                 _remove(sandbox, task)
+            add_files(sandbox, task.files, f"lay out the files of {task.task_id}")
             apply_start(sandbox, task)
             yield sandbox
 
