@@ -5,12 +5,15 @@
 # lie below /usr is packed, too. Needs mksquashfs here and unsquashfs on the nodes (squashfs-tools, as Apptainer does).
 set -euo pipefail
 
-[ $# = 2 ] || { echo "usage: containers/build_runtime.sh ENVIRONMENT FILE" >&2; exit 2; }
+usage="usage: containers/build_runtime.sh ENVIRONMENT FILE"
+[ "${1:-}" != --help ] || { echo "$usage"; exit 0; }
+[ $# = 2 ] || { echo "$usage" >&2; exit 2; }
 environment=$(realpath "$1") file=$(realpath -m "$2")
 
 say() { printf 'runtime: %s\n' "$*" >&2; }
 
 [ -x "$environment/bin/python" ] || { say "$environment is no environment: it has no bin/python"; exit 2; }
+[ -d "${file%/*}/" ] || { say "${file%/*}: no such folder; make it"; exit 2; }
 command -v mksquashfs >/dev/null || { say "no mksquashfs here: install squashfs-tools"; exit 2; }
 work=$(mktemp -d)
 trap 'rm -rf "$work" "$file.partial"' EXIT
@@ -19,7 +22,7 @@ trap 'rm -rf "$work" "$file.partial"' EXIT
 cp -a "$environment/bin" "$work/bin"
 while IFS= read -r -d '' script; do
     sed -i "1c #!/bin/sh\n'''exec' \"\$(dirname \"\$0\")/python\" \"\$0\" \"\$@\"\n' '''" "$script"
-done < <(grep -lIZ "^#!$environment/bin/python" "$work"/bin/* || true)
+done < <(grep -d skip -lIZ "^#!$environment/bin/python" "$work"/bin/* || true)
 base=$("$environment/bin/python" -c 'import sys; print(sys.base_prefix)')
 case $base in
     /usr | /usr/*) ;;

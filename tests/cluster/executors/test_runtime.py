@@ -14,6 +14,7 @@ from hpc_swe.cluster.executors.base import Submission, job_script
 from hpc_swe.cluster.executors.local import Local
 from hpc_swe.launch import create
 from tests.kit import runtime
+from tests.kit.checkout import ROOT
 
 pytestmark = pytest.mark.slow
 PROGRAM = "import sys, jobs.rollout; print(sys.prefix, jobs.__file__, sep='\\n')"
@@ -147,3 +148,11 @@ def test_a_start_refuses_a_file_that_is_not_there(shared, tmp_path):
     Local(runtime=str(shared.file)).check(submission)
     with pytest.raises(ConfigError, match="runtime = .*gone': no such file; containers/build_runtime.sh"):
         Local(runtime=f"{tmp_path}/gone").check(submission)
+
+
+def test_a_folder_that_does_not_exist_is_named_before_anything_is_packed(shared, tmp_path):
+    words = ["containers/build_runtime.sh", shared.environment, tmp_path / "gone/runtime.sqfs"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, f"runtime: {tmp_path}/gone: no such folder; make it\n")
+    done = subprocess.run([*words[:1], "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout[:6]) == (0, "usage:")
