@@ -10,6 +10,7 @@ import secrets
 import shutil
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ import msgspec
 from hpc_swe.agents.sandboxes.base import ImageSandboxes
 from hpc_swe.base import cli, tables
 from hpc_swe.base.errors import ConfigError, HpcSweError
+from hpc_swe.cluster import gpus
 from hpc_swe.config import config as configuration
 from hpc_swe.launch.doctor import examine, srun
 from hpc_swe.launch.doctor.examine import ask_slurm, computing, resolve, table, wanted
@@ -49,6 +51,7 @@ def diagnose(arguments: argparse.Namespace) -> list[Finding]:
     except HpcSweError as error:
         remedy = "run this where sbatch works; all other findings are about this machine only"
         finding = Finding("Slurm", "warning", str(error), remedy, "this machine")
+        found += _unchecked(needs)
         return [finding, *found, *srun.probe_this_machine(setup, sum(work.values(), ()))]
     else:
         jobs = min(max(config.counts.values(), default=1), config.executor.array_size) if config else 0
@@ -56,6 +59,15 @@ def diagnose(arguments: argparse.Namespace) -> list[Finding]:
         return [*found, *examine.examine(cluster, probed, jobs, setup)]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _unchecked(needs: Sequence[PartitionNeeds]) -> Iterator[Finding]:
+    """Say that GPUs are wanted, and that this machine has none to look at."""
+    wants = any(need.gpus or any(part.least_gib for part in need.computing) for need in needs)
+    if wants and not gpus.memory_gib():
+        says = "not checked: nvidia-smi finds none on this machine"
+        remedy = "run this where sbatch works, or on a machine with GPUs"
+        yield Finding("GPU", "warning", says, remedy, "this machine")
 
 
 def _shared(given: Path | None) -> Path:

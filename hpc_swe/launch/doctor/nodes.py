@@ -54,9 +54,10 @@ APPTAINER = Rule(
 CONTAINER = Rule(
     "sandbox",
     lambda probe: probe.container,
-    "allow user namespaces and /dev/fuse (mode 0666); build the image with containers/build_image.sh",
+    "allow user namespaces and /dev/fuse (mode 0666)",
     "a job can open one from the configuration's image",
 )
+NO_IMAGE = "make image builds the demonstration's; python -m hpc_swe.build_images those of SWE-bench"
 TENSORBOARD = Rule(
     "TensorBoard",
     lambda probe: "" if probe.tensorboard else f"it is not installed for python {probe.python}",
@@ -152,7 +153,8 @@ def _all(need: PartitionNeeds, probes: Sequence[Probe], images: str) -> Iterator
     yield NAMESPACES.judge(probes)
     yield replace(APPTAINER, success=", ".join(sorted({probe.apptainer for probe in probes}))).judge(probes)
     if images:
-        yield CONTAINER.judge(probes)
+        has_none = any("no .sif file" in probe.container for probe in probes)
+        yield replace(CONTAINER, remedy=NO_IMAGE if has_none else CONTAINER.remedy).judge(probes)
     yield tmp(probes)
     if need.partition:
         yield memory(probes, need.memory_mb)

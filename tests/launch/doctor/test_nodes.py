@@ -87,6 +87,12 @@ def test_a_measured_fault_is_found_with_a_remedy_and_nothing_else_is(check, verd
     assert found[check].where == "partition gpu"
 
 
+def test_a_sandbox_without_an_image_is_told_how_to_make_one_alone():
+    found = not_well(changed(container="[sandbox] images: no .sif file in images: run it"))["sandbox"]
+    assert "make image" in found.remedy
+    assert "namespaces" not in found.remedy
+
+
 @pytest.mark.parametrize(
     ("model", "has_experts", "verdict"),
     [
@@ -306,11 +312,12 @@ def run(tmp_path, *words):
 
 
 def test_without_slurm_this_machine_alone_is_checked_and_nothing_is_left(tmp_path):
-    done = run(tmp_path, "--json")
+    done = run(tmp_path, "--json", "configs/demo.toml", "configs/slurm.toml", 'sandbox={type="process"}')
     found = {each["check"]: each for each in json.loads(done.stdout)}
     assert done.returncode == 1
     assert found["Slurm"]["says"] == "srun is not on PATH"
     assert found["Apptainer"]["verdict"] == "fault"
+    assert found["GPU"]["says"] == "not checked: nvidia-smi finds none on this machine"
     assert {"hard link", "TensorBoard", "node-local /tmp"} <= set(found)
     assert "ports" not in found
     assert list((tmp_path / "runs").iterdir()) == []
