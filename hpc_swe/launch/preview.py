@@ -16,6 +16,7 @@ from hpc_swe.launch.plan import RunPlan
 from hpc_swe.models.costs import GIB, MemoryEstimate, Part
 
 HOST = "host memory of the learner's job on each node"
+SHORT = 1.1  # of the parts of host memory: programs come on top
 BESIDE = "beside this: the programs themselves, and files that are read and written"
 
 
@@ -55,7 +56,10 @@ def cost_tables(plan: RunPlan) -> list[RenderableType]:
         if needed:
             found += _memory(needed)
         elif role in plan.jobs:
-            found.append(f"{role}: memory not known: no model can be read, or this {part} estimates none")
+            found.append(
+                f"{role}: memory not known: no model folder (its config.json alone is enough), a layout that "
+                f"cannot be, or this {part} estimates none"
+            )
     if costs.host:
         least = Part("at least", "", sum(part.bytes for part in costs.host))
         found += _memory(MemoryEstimate(HOST, [*costs.host], least, [_host_verdict(plan)]), BESIDE)
@@ -71,8 +75,13 @@ def _verdict(need: GpuNeed) -> str:
         return f"{need.what}: does not fit: {need.verdict}"
     if need.is_tight:
         return f"{need.what}: may run out of memory: {need.verdict}, and its allocator up to 15 % more"
-    chosen = f'; policy.recompute = "auto" will take {need.chosen!r}' * bool(need.chosen)
-    return f"{need.what}: fits: {need.verdict}{chosen}"
+    if not need.chosen:
+        return f"{need.what}: fits: {need.verdict}"
+    most = need.choices[need.chosen] / GIB
+    return (
+        f"{need.what}: fits: {need.verdict}, with policy.recompute = {[*need.choices][-1]!r}, as in the "
+        f"table; 'auto' will take {need.chosen!r}, of {most:.1f} GiB with all reserves"
+    )
 
 
 def _host_verdict(plan: RunPlan) -> str:
@@ -81,7 +90,9 @@ def _host_verdict(plan: RunPlan) -> str:
     if not grant:
         return "host memory: no verdict: an option of sbatch, or this machine, says how much the job gets"
     verdict = "the parts listed fit" if needed <= grant.gib else "does not fit"
-    return f"host memory: {verdict}: the job keeps at least {needed:.1f} GiB, and executor.{grant.key}"
+    verdict = "may be short" if needed <= grant.gib < SHORT * needed else verdict
+    more = "; ask for a tenth more, for programs" * (verdict == "may be short")
+    return f"host memory: {verdict}: the job keeps at least {needed:.1f} GiB, and executor.{grant.key}{more}"
 
 
 def _jobs(plan: RunPlan) -> RenderableType:

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from hpc_swe.base.errors import NodeError
 from hpc_swe.base.records import Record
 
+GPU_ENVIRONMENT = "start the run with .venv-gpu/bin/python, which `make gpu` fills"
 _BUILT_FOR = re.compile(r"^(?:cuda|hip)\b[^=]*= *'(.+)'", re.MULTILINE)
 
 
@@ -69,8 +70,8 @@ def torch_problem(key: str, found: Builds) -> str:
     """Say why torch cannot use a GPU; empty if it can, or if nothing is known."""
     if found.torch and not found.torch_cuda:
         return (
-            f"{key} = 'gpu', but torch {found.torch} is a build for CPUs and would compute there; start the "
-            f"run with .venv-gpu/bin/python, which `make gpu` fills, or set {key} = 'cpu'"
+            f"{key} = 'gpu', but torch {found.torch} is a build for CPUs and would compute there; "
+            f"{GPU_ENVIRONMENT}, or set {key} = 'cpu'"
         )
     if found.is_driver_old:
         return (

@@ -430,7 +430,12 @@ def test_a_dry_run_compares_what_is_needed_with_what_a_gpu_has(tmp_path, read, g
     [
         (
             "mem_gb=46",
-            "the parts listed fit: the job keeps at least 45.8 GiB, and executor.roles.learner.mem_gb = 46",
+            "may be short: the job keeps at least 45.8 GiB, and executor.roles.learner.mem_gb = 46; ask for "
+            "a tenth more, for programs",
+        ),
+        (
+            "mem_gb=51",
+            "the parts listed fit: the job keeps at least 45.8 GiB, and executor.roles.learner.mem_gb = 51",
         ),
         (
             "mem_gb=40",
@@ -447,16 +452,25 @@ def test_a_dry_run_compares_host_memory_with_what_a_job_asks_for(tmp_path, read,
 
 def test_a_dry_run_without_a_model_says_why_no_memory_is_known(tmp_path, read):
     found = preview.cost_tables(RunPlan(RunDir(tmp_path / "run"), read(f"model={tmp_path}")))
-    assert "learner: memory not known: no model can be read, or this policy estimates none" in found
+    assert "memory not known: no model folder (its config.json alone is enough)" in "\n".join(map(str, found))
+
+
+def test_a_layout_that_cannot_be_gets_no_verdict(tmp_path, read):
+    plan = RunPlan(RunDir(tmp_path / "run"), read("policy.expert_parallel=3", "policy.device=gpu"))
+    assert "learner: fits" not in "\n".join(map(str, preview.cost_tables(plan)))
+    assert not any(need.what == "learner" for need in plan.costs.gpus)
 
 
 @pytest.mark.parametrize(("gib", "level"), [(0, ""), (80, "full"), (141, "elementwise")])
-def test_a_dry_run_says_what_backward_will_recompute(read, gib, level):
+def test_a_dry_run_says_what_backward_will_recompute(tmp_path, read, gib, level):
     """An upper bound: the driver counts 80 GiB where torch finds 79 free."""
     words = ["policy.device=gpu", "policy.dtype=bfloat16", "policy.tensor_parallel=2"]
     words += [f"executor.roles.learner.gpu_gib={gib}", "batches.microbatch_tokens=24576"]
-    (need, _) = costs(read(*words, "engine.device=gpu")).gpus
+    config = read(*words, "engine.device=gpu")
+    (need, _) = costs(config).gpus
     assert need.chosen == level
+    said = "\n".join(map(str, preview.cost_tables(RunPlan(RunDir(tmp_path / "run"), config))))
+    assert (f"'full', as in the table; 'auto' will take {level!r}, of" in said) == (gib > 80)
 
 
 def dry(tmp_path, *words, **path):

@@ -9,7 +9,7 @@ import pytest
 
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.config import config as configuration
-from hpc_swe.launch import checks
+from hpc_swe.launch import checks, preview
 from hpc_swe.launch.plan import RunPlan
 from hpc_swe.models.model_shape import ModelShape
 from hpc_swe.tasks.sets.swebench import Swebench
@@ -71,6 +71,7 @@ def test_a_recipe_fits_and_leaves_no_gpu_unused(tmp_path, row):
     assert engine.known_gib > engine.least_gib
     assert learner.chosen, "recompute is left to the learner, which knows what is free"
     assert not learner.is_tight
+    assert not any("host memory: may be short" in str(each) for each in preview.cost_tables(plan))
     asked = [jobs.request for jobs in plan.jobs.values()]
     gpus = math.prod(map(int, re.findall(r"(\d+)x", machine)))
     assert sum(each.gpus for each in asked) == gpus

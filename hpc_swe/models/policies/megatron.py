@@ -48,6 +48,7 @@ class Megatron(MegatronSettings, Policy, frozen=True, kw_only=True):
     def memory(
         self, model: Path, data_parallel: int, tokens: int, kept: Sequence[Kept] = ()
     ) -> MemoryEstimate:
+        self.check_processes(data_parallel)
         return memory.learner_memory(ModelShape.read(model), self, data_parallel, tokens, kept)
 
     def files(self, model: Path) -> tuple[Part, Part]:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs  # noqa: E402
 
 from hpc_swe.base.errors import ConfigError  # noqa: E402
+from hpc_swe.models import builds  # noqa: E402
 from hpc_swe.models.policies._megatron.kernels.delta_rule import (  # noqa: E402
     CHUNK,
     Borders,
@@ -175,7 +176,8 @@ def test_what_delta_nets_do_not_support_is_named(wrapped, key):
 
 @pytest.mark.skipif(find_spec("fla") is not None, reason="fla-core is installed")
 def test_a_gpu_needs_the_package_with_kernels_of_delta_nets(wrapped):
-    with pytest.raises(ConfigError, match=r"needs the package fla-core on GPUs; install it"):
+    remedy = "install it" if builds.installed().torch_cuda else r"start the run with \.venv-gpu/bin/python"
+    with pytest.raises(ConfigError, match=rf"needs the package fla-core on GPUs; {remedy}"):
         Megatron().check_model(wrapped, data_parallel=1)
     Megatron(dtype="float32").check_model(wrapped, data_parallel=1)  # plain torch computes it
 

@@ -110,8 +110,9 @@ def test_published_and_newly_written_configs_mean_the_same(models, tmp_path):
         ("dense", {"expert_parallel": 2}, "expert_parallel = 2, but the model has no experts"),
         (
             "moe",
-            {"expert_parallel": 2},
-            "expert_parallel = 2 does not divide the 1 processes of policy.tensor",
+            {"expert_parallel": 4, "tensor_parallel": 2},
+            "expert_parallel = 4 does not divide the 2 processes of policy.tensor_parallel * "
+            "policy.context_parallel * learner.data_parallel; set it to 2 or 1",
         ),
     ],
 )

@@ -96,7 +96,7 @@ def learner_memory(
         )
         + f", dp = {data_parallel}",
         [*held, *computing],
-        Part("peak", "leave 15 % for the allocator", peak),
+        Part("peak", "without the allocator's 15 %", peak),
         [f"L = {adapters:,} parameters of adapters"] * bool(adapters)
         + [EVEN_ROUTING] * (policy.expert_parallel > 1),
         [part for part in _on_host(shape, policy, data_parallel, kept) if part.bytes],

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.loader import Plugin
-from hpc_swe.models.builds import Builds, torch_problem
+from hpc_swe.models.builds import GPU_ENVIRONMENT, Builds, installed, torch_problem
 from hpc_swe.models.model_shape import ModelShape
 
 
@@ -124,9 +124,11 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
                 "config.json), which trains in tensor, sequence and data parallelism"
             )
         if shape.delta and self.device == "gpu" and self.dtype == "bfloat16" and not find_spec("fla"):
+            is_for_gpus = installed().torch_cuda
+            where = "install it (pip install --no-deps fla-core==0.6.0)" if is_for_gpus else GPU_ENVIRONMENT
             raise ConfigError(
                 "[policy] a model with gated delta nets (layer_types of its config.json) needs the package "
-                'fla-core on GPUs; install it (pip install --no-deps fla-core==0.6.0), or set device = "cpu"'
+                f'fla-core on GPUs; {where}, or set device = "cpu"'
             )
 
     def _check_adapters(self, shape: ModelShape) -> None:
@@ -159,7 +161,9 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
         """Raise ConfigError unless the experts can be divided among the processes of a stage."""
         stage = self.tensor_parallel * self.context_parallel * data_parallel
         if stage % self.expert_parallel:
+            fitting = [str(n) for n in range(stage, 0, -1) if stage % n == 0 and n < self.expert_parallel]
             raise ConfigError(
                 f"[policy] expert_parallel = {self.expert_parallel} does not divide the {stage} processes of "
-                "policy.tensor_parallel * policy.context_parallel * learner.data_parallel"
+                "policy.tensor_parallel * policy.context_parallel * learner.data_parallel; set it to "
+                f"{' or '.join(fitting)}"
             )
