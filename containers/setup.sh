@@ -24,6 +24,7 @@ main() {
     make_venv
     install_apptainer
     open_fuse
+    [ -z "${filled:-}" ] || say "ready: type source $venv/bin/activate"
 }
 
 say() { printf 'setup: %s\n' "$*" >&2; }
@@ -90,7 +91,7 @@ make_venv() {
     if has_another_python; then require_unused; rm -rf "$venv"; fi
     [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ] || return 0
     require_unused
-    say "filling $venv; the first time takes a minute or two"
+    say "filling $venv: the first time downloads gigabytes, which takes minutes"
     rm -f "$stamp" # an environment that is half filled is none
     if uses_uv; then
         [ -x "$venv/bin/python" ] || uv --quiet venv --python "$python" "$venv"
@@ -101,6 +102,7 @@ make_venv() {
     [ "$kind" = gpu ] || install --no-build-isolation containers/vllm-name
     install --no-build-isolation --editable .
     echo "$wanted" >"$stamp"
+    filled=yes
 }
 
 # An environment keeps the Python that it was made with, unless PYTHON names another.

@@ -73,6 +73,7 @@ def test_one_verb_changes_nothing_in_the_environment_of_the_other(
     assert before
     done = clone.setup(kind)
     assert done.returncode == 0, done.stderr
+    assert done.stderr.endswith(f"setup: ready: type source {venv}/bin/activate\n")
     assert f"{venv}/bin/python -m pip" in clone.log.read_text()
     assert f"requirements-{kind}.txt" in clone.log.read_text()
     assert f"{other_venv}/" not in clone.log.read_text()

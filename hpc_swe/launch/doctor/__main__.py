@@ -51,8 +51,7 @@ def diagnose(arguments: argparse.Namespace) -> list[Finding]:
     except HpcSweError as error:
         remedy = "run this where sbatch works; all other findings are about this machine only"
         finding = Finding("Slurm", "warning", str(error), remedy, "this machine")
-        found += _unchecked(needs)
-        return [finding, *found, *srun.probe_this_machine(setup, sum(work.values(), ()))]
+        return [finding, *found, *_unchecked(needs), *srun.probe_this_machine(setup, sum(work.values(), ()))]
     else:
         jobs = min(max(config.counts.values(), default=1), config.executor.array_size) if config else 0
         probed = resolve(cluster, needs, arguments.nodes)
