@@ -81,6 +81,11 @@ def torch_problem(key: str, found: Builds) -> str:
     return ""
 
 
+def missing_remedy(device: str, install: str) -> str:
+    """Return how to get a package: on a GPU by the environment that has it, where this torch is for CPUs."""
+    return GPU_ENVIRONMENT if device == "gpu" and not installed().torch_cuda else install
+
+
 def vllm_problem(device: str, found: Builds) -> str:
     """Say why vLLM cannot use a device: its releases for CPUs and GPUs serve on their own device only."""
     is_for_cpu = "cpu" in found.vllm

@@ -23,7 +23,7 @@ from msgspec import Meta
 from hpc_swe.base.errors import ConfigError, EngineError, NoAnswer, Overdue, boundary
 from hpc_swe.base.loader import Plugin
 from hpc_swe.base.records import FREE, IdArray, ProbeScore, Sampling, WeightVersion
-from hpc_swe.models.builds import GPU_ENVIRONMENT, Builds, installed, vllm_problem
+from hpc_swe.models.builds import Builds, missing_remedy, vllm_problem
 from hpc_swe.models.costs import MemoryEstimate
 from hpc_swe.models.engines import _answers, _http
 from hpc_swe.models.engines._answers import Answer, decode
@@ -171,11 +171,9 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
         vllm_memory.check(model, self.tensor_parallel, context)
         vllm_memory.check_coarse(model, weights=self.dtype == FP8, cache=self.kv_cache_dtype == FP8)
         if has_delta_nets(read_config(model)) and not self.program and not find_spec("torchvision"):
-            is_wrong = self.device == "gpu" and not installed().torch_cuda
-            remedy = "install the build of torchvision that belongs to this torch, for the same device"
             raise ConfigError(
                 f"[engine] vLLM imports torchvision for the model_type of {model / 'config.json'}; "
-                f"{GPU_ENVIRONMENT if is_wrong else remedy}"
+                + missing_remedy(self.device, "install the build of torchvision of this torch and device")
             )
         if self.speculation and not self.program and not find_spec("numba"):
             raise ConfigError(

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.loader import Plugin
-from hpc_swe.models.builds import GPU_ENVIRONMENT, Builds, installed, torch_problem
+from hpc_swe.models.builds import Builds, missing_remedy, torch_problem
 from hpc_swe.models.model_shape import ModelShape
 
 
@@ -124,11 +124,10 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
                 "config.json), which trains in tensor, sequence and data parallelism"
             )
         if shape.delta and self.device == "gpu" and self.dtype == "bfloat16" and not find_spec("fla"):
-            is_for_gpus = installed().torch_cuda
-            where = "install it (pip install --no-deps fla-core==0.6.0)" if is_for_gpus else GPU_ENVIRONMENT
+            install = "install it (pip install --no-deps fla-core==0.6.0)"
             raise ConfigError(
                 "[policy] a model with gated delta nets (layer_types of its config.json) needs the package "
-                f'fla-core on GPUs; {where}, or set device = "cpu"'
+                f'fla-core on GPUs; {missing_remedy("gpu", install)}, or set device = "cpu"'
             )
 
     def _check_adapters(self, shape: ModelShape) -> None:
