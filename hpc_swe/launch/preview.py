@@ -100,7 +100,7 @@ def _jobs(plan: RunPlan) -> RenderableType:
         counts = ", ".join(f"{jobs.count} {role}" for role, jobs in plan.jobs.items())
         return f"local: {counts}, all on this machine; nothing is asked of a scheduler"
     found = [jobs.request for jobs in plan.jobs.values() if jobs.request]
-    columns = ["jobs", "nodes", "cores", "mem GB", "GPUs", "walltime h", "node-h", "core-h", "GPU-h"]
+    columns = ["jobs", "nodes", "cores", "mem GB", "GPUs", "wall h", "node-h", "core-h", "GPU-h"]
     table = tables.table(["role"], columns, title="asked of Slurm at once, and used in one walltime")
     for each in found:
         table.add_row(each.role, *_numbers([each]))
