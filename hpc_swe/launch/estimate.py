@@ -204,6 +204,10 @@ def _host(
     if served and config.engine.gpus:
         workers = engines_beside("learner", config) * config.engine.gpus
         parts.append(_moved("hybrid: engines asleep", workers, served, ", at most twice"))
+        for each in served.host:
+            parts.append(
+                Part(f"hybrid: engines' {each.what}", f"{workers} x {each.formula}", workers * each.bytes)
+            )
     return parts
 
 

@@ -401,9 +401,10 @@ def test_a_hybrid_run_says_what_host_memory_its_halves_need(read):
         "14 bytes, over tp = 2, on each of two nodes"
     )
     assert found["hybrid: engines asleep"] == "2 x 15.26 GiB, at most twice"
-    words += ["learner.snapshot_every=10", "policy.delta_base=gpu"]
+    words += ["learner.snapshot_every=10", "policy.delta_base=gpu", "engine.dtype=fp8_e4m3"]
     found = {part.what: part.formula for part in costs(read(*words)).host}
     assert found["hybrid: the learner's state"] == "1 x 61.03 GiB", "16 bytes, with the last version"
+    assert found["hybrid: engines' published weights"] == "2 x 2 P"
 
 
 @pytest.mark.parametrize(

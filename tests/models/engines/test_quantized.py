@@ -72,15 +72,17 @@ def served(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 def test_each_version_is_quantized_as_an_engine_that_begins_with_it_would(
     models: dict[str, Path], served: list[Served], tmp_path: Path
 ) -> None:
-    """Bit for bit: a full version, a delta, a delta that is refused, and one that fails its probe."""
+    """Bit for bit: full versions, deltas first and later, a refused one, and one that fails its probe."""
     run, (engine, fresh) = make_run(tmp_path / "run"), served
     steps = [WeightVersion(step=step) for step in range(6)]
     opened = fresh.state()
     publish(run, models["new"], steps[1])
     full = verified(run, steps[1])
+    delta = publish_delta(run, (models["new"], models["next"]), steps[2], full)
+    engine.load(delta)
+    assert engine.state() == opened
     engine.load(full)
     new = engine.state()
-    delta = publish_delta(run, (models["new"], models["next"]), steps[2], full)
     engine.load(delta)
     assert engine.state() == opened
     assert new[0] != opened[0]
@@ -123,7 +125,7 @@ def test_keys_with_biases_are_not_rounded(tmp_path: Path) -> None:
         msgspec.structs.replace(CPU, kv_cache_dtype="fp8_e4m3").check_model(model, 64)
 
 
-@pytest.mark.parametrize("words", [["--quantization", "fp8"], ["--quantization=int8"], ["-q", "fp8"]])
-def test_weights_that_are_rounded_otherwise_are_refused_by_name(words: list[str]) -> None:
+@pytest.mark.parametrize("words", ["--quant fp8", "-qfp8", "--dtype=float16", "--kv_cache_dtype fp8"])
+def test_numbers_that_are_rounded_otherwise_are_refused_by_name(words: str) -> None:
     with pytest.raises(ConfigError, match=r"\[engine.extra\] has .* write engine.dtype"):
-        Vllm(extra=words)
+        Vllm(extra=words.split())

@@ -21,7 +21,7 @@ NOT_INHERITED = ("VLLM_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
 def require_sound(arguments: Sequence[str]) -> None:
     """Raise ConfigError for CUDA graphs with which vLLM 0.26 sampled noise; docs/result.md has figures.
 
-    So for weights that vLLM rounds in a way of which probes and objectives are not told.
+    So for numbers that vLLM rounds in a way of which probes and objectives are not told.
     """
     full = r"cudagraph_mode\W+(FULL|2)\b"  # vLLM takes the name in any case, or its number
     if re.search(full, " ".join(arguments), re.IGNORECASE):
@@ -29,10 +29,10 @@ def require_sound(arguments: Sequence[str]) -> None:
             "[engine.extra] has cudagraph_mode FULL: with graphs of steps that read prompts, engines sampled "
             "noise at times; write FULL_DECODE_ONLY, or leave it to vLLM"
         )
-    if found := [word for word in arguments if re.match(r"-q\b|--quantization", word)]:
+    if found := [word for word in arguments if re.match(r"-q|--(quant|dtype|kv.cache.dtype)", word)]:
         raise ConfigError(
             f"[engine.extra] has {found[0]}: probes, objectives and updates of weights are not made for it; "
-            f"leave it out, or write engine.dtype = {FP8!r}"
+            f"leave it out, and write engine.dtype or engine.kv_cache_dtype"
         )
 
 

@@ -83,15 +83,16 @@ def estimate(
     note = f"KV cache: {token:,} bytes a token, {GIB // token:,} tokens a GiB"
     note += f"; {state:,} bytes a sequence beside them" * bool(state)
     title = f"memory of each engine GPU: tp = {tensor_parallel}"
+    host = [Part("published weights", "2 P", 2 * shape.parameters.total)] * (size == 1)  # see versions.py
     if given:
         tokens = given // token
         cache = Part(
             "KV cache, as configured", f"{tokens:,} tokens: {tokens // context} full contexts", given
         )
         both = Part("both", "", weights.bytes + given)
-        return MemoryEstimate(title, [weights, cache], both, [note], least=both.bytes)
+        return MemoryEstimate(title, [weights, cache], both, [note], host, least=both.bytes)
     formula = f"{sequences} sequences x {context:,} tokens x {token:,} bytes"
     cache = Part("KV cache, if all were full", formula, sequences * (context * token + state))
     least = weights.bytes + context * token + state
     notes = [f"{note}; vLLM takes what it finds free"]
-    return MemoryEstimate(title, [weights, cache], None, notes, least=least)
+    return MemoryEstimate(title, [weights, cache], None, notes, host, least=least)
