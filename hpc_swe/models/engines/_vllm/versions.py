@@ -71,7 +71,7 @@ class KeptTensors:
 def log_served(model: torch.nn.Module, device: torch.device) -> None:
     """Log a digest of all numbers and scales in this worker's memory; engines of a version have the same."""
     computer = Digests(device)
-    parts = [(name, part.detach().contiguous()) for name, part in model.named_parameters()]
+    parts = ((name, part.detach().contiguous()) for name, part in model.named_parameters())  # one at a time
     found = sorted((name, int(computer.tensor(part))) for name, part in parts)
     digest = hashlib.sha256(repr(found).encode()).hexdigest()[:16]
     log.warning("serves quantized weights, whose digest is %s", digest)  # vLLM shows no lower level of ours
