@@ -54,7 +54,7 @@ BUDGETS = {
     "hpc_swe/models/advantages": 141,
     "hpc_swe/models/deltas": 946,
     "hpc_swe/models/engines": 3_300,  # keeps what is quantized anew for each version
-    "hpc_swe/models/policies": 7_212,  # values of a checkpoint go straight into their files
+    "hpc_swe/models/policies": 7_214,  # values of a checkpoint go straight into their files
     "hpc_swe/roles": 291,
     "hpc_swe/roles/coordinator": 3_300,  # penalties; ends a run of refused weights; batches of archives
     "hpc_swe/roles/inference": 717,  # tries refused weights again, and counts

@@ -125,9 +125,11 @@ class Exporter:
 
         Engines serve what is published, and nothing after this checks every number.
         """
-        named = self._parameters.items()
-        largest = {name: torch.linalg.vector_norm(each.data, math.inf) for name, each in named}
-        mine = {self._layouts[name].sources[0] for name, each in largest.items() if not each.isfinite()}
+        inf, kind = math.inf, torch.float32
+        largest = [torch.linalg.vector_norm(each.data, inf, dtype=kind) for each in self._parameters.values()]
+        are_finite = torch.stack(largest).isfinite().tolist()  # waits once: an engine may share the GPU
+        named = zip(self._parameters, are_finite, strict=True)
+        mine = {self._layouts[name].sources[0] for name, is_finite in named if not is_finite}
         if bad := sorted(set().union(*self._ranks.gather(mine))):
             raise FloatingPointError(
                 f"{bad[0]}, or one fused with it, is not finite ({len(bad)} tensors in all); not published"
