@@ -56,8 +56,10 @@ def load(folder: Path, is_changed: bool) -> None:
     merged = write(base, version)
     digest = text(int(Digests(torch.device("cpu")).tensor(merged)))
     text_config = SimpleNamespace(tie_word_embeddings=False)
-    of_model = SimpleNamespace(dtype=torch.bfloat16, model=str(base), hf_text_config=text_config)
-    config = SimpleNamespace(model_config=of_model, parallel_config=SimpleNamespace(), quant_config=None)
+    of_model = SimpleNamespace(
+        dtype=torch.bfloat16, model=str(base), hf_text_config=text_config, quantization=None
+    )
+    config = SimpleNamespace(model_config=of_model, parallel_config=SimpleNamespace())
     with set_current_vllm_config(VllmConfig()):
         init_distributed_environment(1, 0, f"file://{folder.absolute()}/meeting", 0, "gloo")
         initialize_model_parallel(1)

@@ -15,6 +15,8 @@ BACKEND = "hpc_swe_folder"
 """Back end of weight transfers that the extension adds to vLLM."""
 FP8 = "fp8_e4m3"
 """Type of weights that are quantized from the learner's."""
+PER_CHANNEL = "fp8_per_channel"
+"""How vLLM quantizes them: a scale for each row."""
 NOT_INHERITED = ("VLLM_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
@@ -38,7 +40,7 @@ def require_sound(arguments: Sequence[str]) -> None:
 
 def numbers(dtype: str) -> dict[str, str]:
     """Return vLLM's options for a type of weights and activations."""
-    return {"dtype": "bfloat16", "quantization": "fp8_per_channel"} if dtype == FP8 else {"dtype": dtype}
+    return {"dtype": "bfloat16", "quantization": PER_CHANNEL} if dtype == FP8 else {"dtype": dtype}
 
 
 def flags_of(config: Mapping[str, Any], *, on_gpu: bool) -> list[str]:

@@ -34,7 +34,7 @@ from hpc_swe.base.records import WeightManifest
 from hpc_swe.base.store import folders
 from hpc_swe.cluster.processes import die_with_parent
 from hpc_swe.models.engines._vllm.copies import LoaderCopies, Patches
-from hpc_swe.models.engines._vllm.environment import BACKEND, TOKEN
+from hpc_swe.models.engines._vllm.environment import BACKEND, PER_CHANNEL, TOKEN
 from hpc_swe.models.engines._vllm.files import (
     Delta,
     KnownModel,
@@ -154,7 +154,8 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
         self._pool = ThreadPoolExecutor(1, "staging", initializer=use_gpu)  # a new thread has GPU 0
         self._staging: Future[Staged] | None = None
         self._model = KnownModel()
-        self._kept = KeptTensors(device) if vllm_config.quant_config is not None else None
+        is_rounded = vllm_config.model_config.quantization == PER_CHANNEL  # not by who made the folder
+        self._kept = KeptTensors(device) if is_rounded else None
         self._copies: LoaderCopies | None = None
         self._is_covered: bool | None = None if self._kept is None else False
         """Whether `LoaderCopies` covers the model; None until a version with digests was loaded."""
