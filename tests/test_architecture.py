@@ -58,7 +58,7 @@ BUDGETS = {
     "hpc_swe/roles": 291,
     "hpc_swe/roles/coordinator": 3_300,  # penalties; ends a run of refused weights; batches of archives
     "hpc_swe/roles/inference": 717,  # tries refused weights again, and counts
-    "hpc_swe/roles/learner": 1_304,  # deals batches that were cut for other ranks
+    "hpc_swe/roles/learner": 1_311,  # deals batches that were cut for other ranks
     "hpc_swe/roles/reward": 359,
     "hpc_swe/roles/rollout": 1_959,  # four APIs of agent programs
     "hpc_swe/tasks": 2_114,  # reads sets of repositories in their own columns

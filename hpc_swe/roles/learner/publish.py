@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -109,10 +110,13 @@ class Publisher(Generic[L]):
         learner = self._learner
         if parent is not None and learner.deltas_of_model:
             parent = WeightVersion()
+        times = [time.monotonic()]
         with self._stage(self._run.weight(version)) as (stage, final):
             parts = self._export(stage, carrier)
+            times.append(time.monotonic())
             scores: list[ProbeScore] = []
             files = self._describe(stage, lambda: scores.append(self._probe()))
+            times.append(time.monotonic())
             manifest = WeightManifest(
                 writer=self._writer,
                 files=files,
@@ -122,11 +126,14 @@ class Publisher(Generic[L]):
                 parent=parent,
             )
             self._commit(stage, final, manifest)
+        times.append(time.monotonic())
         self._exported = self._learner.step
         self._parent, self._deltas = version, 0 if parent is None else self._deltas + 1
         size = sum(info.size for info in manifest.files.values())
         if self._ranks.rank == 0:
-            log.info("exported %s: %s, %d bytes", version.name, "full" if parent is None else "delta", size)
+            kind, spent = "full" if parent is None else "delta", [b - a for a, b in pairwise(times)]
+            line = "exported %s: %s, %d bytes; %.2f s to write, %.2f to verify, %.2f to commit"
+            log.info(line, version.name, kind, size, *spent)
 
     def republish_weights(self) -> None:
         """Publish the current weights as a full version, under the next incarnation: no folder changes."""
