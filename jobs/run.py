@@ -76,6 +76,7 @@ class ProcessGroup:
         self._until = float("inf")
         self.stopping = Flag()
         """It is set once a signal has asked the process group to end."""
+        self.report: Callable[[int], None] = lambda code: None  # after a failure, before the next start
         self.is_warned = False
         self.lasting = 0
         """So many of the last commands are engines that share the GPUs of the others."""
@@ -271,16 +272,16 @@ def supervise(group: ProcessGroup, run: RunDir, max_restarts: int, refused_s: fl
             break
         if code == STUCK:
             continue
-        if code == StorageError.exit_code:
-            log.warning("the file system refused; start again in %g s", refused_s)
-            group.stopping.wait(refused_s)
-            continue
-        restarts = 0 if time.monotonic() - began > QUIET_S else restarts + 1
-        if restarts > max_restarts:
-            log.error("gave up after %d restarts; last exit code %d", max_restarts, code)
-            return 1
-        log.warning("exit code %d; start again, %d of %d", code, restarts, max_restarts)
-        group.stopping.wait(min(2.0 ** (restarts - 1), 60.0))
+        pause_s, why = refused_s, "the file system refused"
+        if code != StorageError.exit_code:
+            restarts = 0 if time.monotonic() - began > QUIET_S else restarts + 1
+            if restarts > max_restarts:
+                log.error("gave up after %d restarts; last exit code %d", max_restarts, code)
+                return 1
+            pause_s, why = min(2.0 ** (restarts - 1), 60.0), f"exit code {code}, {restarts} of {max_restarts}"
+        log.warning("%s; start again in %g s", why, pause_s)
+        group.report(code)
+        group.stopping.wait(pause_s)
     return max(code, 0)
 
 
@@ -311,7 +312,7 @@ def _work(arguments: argparse.Namespace, run: RunDir, config: RunConfig) -> int:
     group = ProcessGroup(wanted, arguments.bound_to, arguments.notice, run.meetings, verdicts)
     for signalled in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
         signal.signal(signalled, group.forward)
-    began = time.monotonic()
+    began, group.report = time.monotonic(), lambda code: _report(arguments, run, -1.0, code)
     _report(arguments, run, -1.0, 0)
     try:
         _require_gpus(role, config)
@@ -357,12 +358,11 @@ def _require_gpus(role: str, config: RunConfig) -> None:
 def _report(arguments: argparse.Namespace, run: RunDir, seconds: float, code: int) -> None:
     if not arguments.submission:  # a person started it
         return
-    pid = os.getpid()
     started = submissions.Started(
         job=own_job_id(),
         host=socket.gethostname(),
-        pid=pid,
-        start_time=start_time(pid) or "",
+        pid=os.getpid(),
+        start_time=start_time(os.getpid()) or "",
         restarts=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
         at=time.time(),
         seconds=seconds,

@@ -23,7 +23,9 @@ from hpc_swe.config.settings import RunConfig
 
 log = logging.getLogger(__name__)
 
-GENERATIONS = 3  # submissions of a role that may fail one after another before it counts as stuck
+GENERATIONS = (
+    3  # submissions of a role that may fail one after another before it counts as stuck on a cluster
+)
 FAILED = ("FAILED", "OUT_OF_MEMORY", "BOOT_FAIL")
 OPEN = ("PENDING", "RUNNING", "REQUEUED", "COMPLETING")
 """States that accounting may still have for jobs that have left the queue."""
@@ -109,6 +111,11 @@ def failures(
         if has_failed:
             found.append(history)
     return found
+
+
+def generations(config: RunConfig) -> int:
+    """Return how many submissions of a role make it stuck: on one machine no other node may do better."""
+    return 1 if config.executor.is_here else GENERATIONS
 
 
 def submission(run: RunDir, config: RunConfig, role: Role, number: int, count: int) -> Submission:
@@ -224,7 +231,8 @@ def _stuck(
     run: RunDir, config: RunConfig, newest: Mapping[Role, LatestSubmission], queue: Sequence[Job]
 ) -> dict[Role, str]:
     known = {role: submissions.history(run, role, 2 * GENERATIONS) for role in newest}
-    histories = {role: history for role, history in known.items() if len(history) >= GENERATIONS}
+    needed = generations(config)
+    histories = {role: history for role, history in known.items() if len(history) >= needed}
     silent = [
         each.note.job
         for history in histories.values()
@@ -236,10 +244,11 @@ def _stuck(
     for role, history in histories.items():
         failed = failures(history, endings, _living(role, history, newest[role], queue))
         last = history[-1].number  # also when accounting does not know yet what has become of it
-        if len(failed) >= GENERATIONS and submissions.rested_s(run, role, last) < REST_S:
+        if len(failed) >= needed and submissions.rested_s(run, role, last) < REST_S:
             codes = ", ".join(f"exit code {job.code} on {job.host}" for job in failed[0].started[:3])
             why = (endings or {}).get(failed[0].note.job) or codes or "no job reported its start"
-            stuck[role] = f"its last {GENERATIONS} submissions failed ({why}); see {run.logs(role)}"
+            which = f"its last {needed} submissions failed" if needed > 1 else "its last submission failed"
+            stuck[role] = f"{which} ({why}); see {run.logs(role)}"
     return stuck
 
 

@@ -1,17 +1,18 @@
 """Read the state of a run from its folder and from one request to the scheduler."""
 
+import re
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 
 from hpc_swe.base.errors import HpcSweError, SchedulerError
 from hpc_swe.base.records import Endpoint, EndpointTable, Role, StatusReport
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store import atomic, orders, stop_signs, submissions, supervision
+from hpc_swe.base.store import atomic, folders, orders, stop_signs, submissions, supervision
 from hpc_swe.base.store.submissions import ConfirmedSubmission
 from hpc_swe.cluster.executors.base import Job
 from hpc_swe.config import job_counts
@@ -19,6 +20,9 @@ from hpc_swe.config.settings import RunConfig
 from hpc_swe.launch import submit
 
 ASK_S = 15.0  # least seconds between two requests to the scheduler
+FEW = 16  # jobs of a role whose notes are read, one file each, also while all of them run
+NOTE = re.compile(r"^.* (?:start again|gave up after)\b.*$", re.MULTILINE)
+"""What jobs.run writes below the last words of processes that ended."""
 
 
 @dataclass(frozen=True)
@@ -145,45 +149,72 @@ def _ask(run: RunDir, config: RunConfig) -> Queue:
     running = Counter(job.role for job in jobs if job.state == "running")
     submitted, failures = {}, []
     for role, count in job_counts.desired(config).items():
-        if running[role] >= count and run.status.exists():
-            continue  # the notes are one file per job
+        if running[role] >= count > FEW and run.status.exists():
+            continue
         history = submissions.history(run, role, submit.GENERATIONS)
         if history:
             submitted[role] = max(0.0, time.time() - history[-1].note.at)
-        if running[role] < count and not silence:
+        if not silence:
             living = {job.submission for job in jobs if job.role == role}
-            failures += _failure(run, role, submit.failures(history, None, living))
+            failed = submit.failures(history, None, living) if running[role] < count else []
+            failures += _failure(run, role, failed, submit.generations(config)) or _failure(
+                run, role, _failing([each for each in history if each.number in living])[:1]
+            )
+    if shutil.disk_usage(run.root).free < folders.SMALL:  # then nobody can report anything
+        failures.append(f"{run.root}: no space is left; free some")
     return Queue(jobs, silence, submitted, failures)
 
 
-def _failure(run: RunDir, role: Role, failed: Sequence[ConfirmedSubmission]) -> list[str]:
-    """Describe the last failed submission: exit code, host, and the last line of its log."""
+def failing(run: RunDir, config: RunConfig) -> list[str]:
+    """Say of the newest jobs of each role how they failed, also those that start their processes again."""
+    found = []
+    for role, count in job_counts.desired(config).items():
+        newest = count if config.executor.is_here else 1  # an array of a cluster is one submission
+        for each in _failing(submissions.history(run, role, newest) if 0 < count <= FEW else []):
+            found.append(": ".join(_failure(run, role, [each])))
+    return found
+
+
+def _failing(history: Sequence[ConfirmedSubmission]) -> list[ConfirmedSubmission]:
+    """Return the submissions with a job that reported a failure lately, newest first."""
+    lately = time.time() - submit.REST_S
+    return [each for each in reversed(history) if any(job.code and job.at > lately for job in each.started)]
+
+
+def _failure(
+    run: RunDir, role: Role, failed: Sequence[ConfirmedSubmission], needed: int = submit.GENERATIONS
+) -> list[str]:
+    """Describe the last failed submission: exit code, host, and the last words in its log."""
     if not failed:
         return []
-    number, submitted, started = failed[0].number, failed[0].note, failed[0].started
-    # logs of a cluster are named by the job, logs of this machine by the submission
-    names = [f"{submitted.job.partition(':')[0]}*", f"{number:06d}.log"]
-    said = _last_line(run, [path for name in names for path in run.logs(role).glob(name)])
+    started, said = failed[0].started, _last_words(run, role, failed[0])
     if not started and not said:
         return []  # such as jobs that were cancelled while they waited
     again = f"; {len(failed)} submissions running" if len(failed) > 1 else ""
-    if len(failed) >= submit.GENERATIONS:
+    if len(failed) >= needed:
         again += f", so ticks rest {duration(submit.REST_S)} after each"
     how = "no job reported its start"
     if started:
-        last = max(started, key=lambda job: job.seconds)
-        how = f"exit code {last.code} on {last.host} after {duration(last.seconds)}"
+        last = max(started, key=lambda job: (job.code != 0, job.at))
+        then = f"after {duration(last.seconds)}" if last.seconds >= 0 else "and starts again"
+        how = f"exit code {last.code} on {last.host} {then}"
     return [f"{role}: {how}{again}", *said]
 
 
-def _last_line(run: RunDir, logs: Sequence[Path]) -> list[str]:
-    """Return the name and the last line of a job's newest log."""
+def _last_words(run: RunDir, role: Role, submission: ConfirmedSubmission) -> list[str]:
+    """Return the name of a job's newest log, and its last error, else the last line, before a restart."""
+    # logs of a cluster are named by the job, logs of this machine by the submission
+    names = [f"{submission.note.job.partition(':')[0]}*", f"{submission.number:06d}.log"]
+    logs = [path for name in names for path in run.logs(role).glob(name)]
     found = [path for path in logs[:32] if path.stat().st_size]
     if not found:
         return []
     path = max(found, key=lambda path: path.stat().st_mtime)
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 4096))
-        lines = file.read().decode("ascii", "replace").split("\n")
-    texts = [line.strip() for line in lines if line.strip()]
-    return [f"{path.relative_to(run.root)}: {texts[-1]}"] if texts else []
+        file.seek(max(0, path.stat().st_size - (1 << 14)))
+        parts = NOTE.split(file.read().decode("ascii", "replace"))
+    if len(parts) > 1 and (any(job.seconds < 0 for job in submission.started) or not parts[-1].strip()):
+        parts.pop()  # what the next start says, or nothing
+    texts = [line.strip() for line in parts[-1].split("\n") if line.strip()]
+    errors = [line for line in texts if " ERROR " in line]
+    return [f"{path.relative_to(run.root)}: {text}" for text in (errors or texts)[-1:]]

@@ -10,14 +10,14 @@ from hpc_swe.base import cli
 from hpc_swe.base.errors import DeadlineError, HpcSweError, SchedulerError, StorageError, StuckRun
 from hpc_swe.base.records import Role, StatusReport
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store import atomic, checkpoints, stop_signs, supervision
+from hpc_swe.base.store import atomic, checkpoints, folders, stop_signs, supervision
 from hpc_swe.base.store.lease import Watcher
 from hpc_swe.cluster.executors.base import FOREGROUND
 from hpc_swe.config.settings import RunConfig
 from hpc_swe.launch import submit
 from hpc_swe.launch.control import stop
 from hpc_swe.launch.submit import REST_S, TickResult
-from hpc_swe.launch.view import RunReader, RunView
+from hpc_swe.launch.view import RunReader, RunView, failing
 
 SAVE_S = 120.0  # the longest step and checkpoint of a learner that is stopped
 
@@ -87,38 +87,51 @@ def _watch(
 ) -> None:
     began, reader = time.monotonic(), RunReader(run, config)
     lost_at: dict[Role, float] = {}
-    logged, told = "", set[str]()
+    logged, told, troubles = "", {*failing(run, config)}, dict[str, str]()  # told: failures before this start
     while True:
         try:
             ticked = submit.tick(run, config)
             lost_at = {role: lost_at.get(role, time.monotonic()) for role in ticked.lost}
+            troubles = _troubles(run, config)
+            state = f"stuck {ticked.reasons(ticked.stuck)}" if ticked.stuck else ""
         except (SchedulerError, StorageError) as error:
-            log.warning("waiting for the scheduler or the file system: %s", error)
-            ticked = TickResult()
+            ticked, state = TickResult(), f"waiting for the scheduler or the file system: {error}"
         if ticked.orders and not ticked.running:
             return
         why = ticked.reasons(given_up(ticked, lost_at, time.monotonic()))
         if why or time.monotonic() > began + timeout_s:
-            raise DeadlineError(f"{run.root}: {why or f'not finished after {timeout_s:g} s; see its logs/'}")
-        if (stuck := ticked.reasons(ticked.stuck)) not in ("", logged):
-            log.error("stuck %s", stuck)
-        logged = stuck
-        told |= _tell(run, told)
+            why = why or f"not finished after {timeout_s:g} s; see its logs/"
+            raise DeadlineError("; ".join([f"{run.root}: {why}", *troubles.values()]))
+        if state not in ("", logged):
+            log.error(state)
+        logged = state
+        told |= _tell(troubles, told)
         if show:
             show(reader.read())
         time.sleep(config.executor.pause(time.monotonic() - began))
 
 
-def _tell(run: RunDir, told: Set[str]) -> set[str]:
-    """Log what keeps live processes from their work, once though many say it; return what is new."""
+def _tell(troubles: Mapping[str, str], told: Set[str]) -> Set[str]:
+    """Log each trouble once though many have it; return those that are there."""
+    for text, line in troubles.items():
+        if text not in told:
+            log.warning("%s", line)
+    return troubles.keys()
+
+
+def _troubles(run: RunDir, config: RunConfig) -> dict[str, str]:
+    """Return what keeps jobs from their work, and the same after who says it."""
+    with atomic.storage(run.root):
+        found = {line: line for line in failing(run, config)}
     try:
-        troubles = atomic.get(run.status, StatusReport).troubles
+        folders.require_room(run.launches)
+    except StorageError as error:  # then jobs can report nothing
+        found[f"{error}"] = f"jobs wait for room: {error}"
+    try:
+        said = atomic.get(run.status, StatusReport).troubles
     except (HpcSweError, OSError):  # no report yet, or it is being replaced
-        return set()
-    new = {text: owner for owner, text in troubles.items() if text not in told}
-    for text, owner in new.items():
-        log.warning("%s: %s", owner, text)
-    return set(new)
+        return found
+    return found | {text: f"{owner}: {text}" for owner, text in said.items()}
 
 
 def given_up(ticked: TickResult, lost_at: Mapping[Role, float], now: float) -> list[Role]:

@@ -52,9 +52,10 @@ def test_a_node_that_cannot_do_the_work_ends_the_job(tmp_path, run):
 
 def test_refusal_of_the_file_system_is_waited_out_and_counts_as_no_restart(tmp_path, run):
     tally = tmp_path / "tally"
-    group = ProcessGroup([python(COUNT + "sys.exit(4 if n < 3 else 0)", tally)])
+    group, codes = ProcessGroup([python(COUNT + "sys.exit(4 if n < 3 else 0)", tally)]), list[int]()
+    group.report = codes.append
     assert supervise(group, run, max_restarts=0, refused_s=0.1) == 0
-    assert tally.read_text() == "xxxx"
+    assert (tally.read_text(), codes) == ("xxxx", [4, 4, 4])
 
 
 @pytest.mark.parametrize("code", [2, 3])

@@ -6,6 +6,7 @@ import pytest
 
 from hpc_swe.base.errors import ConfigError, DeadlineError, HpcSweError, StorageError
 from hpc_swe.base.records import Node
+from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic
 from hpc_swe.cluster.executors.base import Job
 from hpc_swe.launch.submit import REST_S, TickResult
@@ -205,3 +206,12 @@ def test_what_keeps_engines_from_their_work_is_said_once(run, caplog):
         "refused v000001-i01: the probe",
         "restart 1 of 5: no answer",
     ]
+
+
+def test_a_disk_without_room_is_said_at_the_next_look(tmp_path, tmpfs, caplog):
+    run = RunDir(tmpfs(tmp_path / "small", "size=64k"))
+    run.make()
+    scheduler = Scripted(nothing, nothing, nothing, lambda _: run.finished.touch(), end, jobs=[RUNNING])
+    watch(run, config(scheduler), WAIT_S)
+    said = f"jobs wait for room: {run.launches}/room: no space is left; free some"
+    assert [record.message.partition(",")[0] for record in caplog.records] == [said]

@@ -98,7 +98,7 @@ class StatusReport(Record, frozen=True, kw_only=True):
     """Metric -> its last values, oldest first."""
     errors: list[str]
     troubles: dict[str, str] = {}
-    """Owner -> why this live process does less than it should."""
+    """Owner -> why this live process does less than it should; or the run folder -> what it lacks."""
 
 
 class MetricLine(Record, frozen=True, kw_only=True):

@@ -53,7 +53,7 @@ def require_room(stage: Path) -> None:
     """Raise StorageError when the file system has no room for a small file; errors of libraries say less."""
     probe = stage / "room"
     atomic.write(probe, bytes(SMALL))
-    probe.unlink()
+    probe.unlink(missing_ok=True)  # another process may have removed it
 
 
 def commit(stage: Path, final: Path, manifest: Manifest, check: Callable[[], None] = lambda: None) -> None:

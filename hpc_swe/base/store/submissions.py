@@ -36,7 +36,7 @@ class Submitted(Record, frozen=True, kw_only=True):
 
 
 class Started(Record, frozen=True, kw_only=True):
-    """Report one job from its node; the job writes it at its start and again at its end."""
+    """Report one job from its node; the job writes it at its start, at each restart and at its end."""
 
     job: str
     host: str
@@ -50,7 +50,7 @@ class Started(Record, frozen=True, kw_only=True):
     seconds: float = -1.0
     """Seconds that the job ran; negative while it runs."""
     code: int = 0
-    """Exit code."""
+    """Exit code; while the job runs, that of the processes that it starts again, 0 before any failed."""
 
     @property
     def process(self) -> str:

@@ -226,7 +226,8 @@ class Maintenance:
         oldest: dict[str, float] = {}
         for (name, _), since in self._since.items():
             oldest[name] = max(oldest.get(name, 0.0), snapshot.now - since)
-        full = f"{self._run.root}: too little free space; no request is dispatched"
+        full = "too little free space, so no request is dispatched; free some"
+        troubles = {} if snapshot.has_room else {str(self._run.root): full}
         return StatusReport(
             beat=self._beat,
             roles=[
@@ -240,8 +241,8 @@ class Maintenance:
             step_s=self._timer.step_s,
             newest=snapshot.newest,
             recent=progress.recent,
-            errors=[*([] if snapshot.has_room else [full]), *progress.errors],
-            troubles={node.owner: node.trouble for node in snapshot.nodes if node.trouble},
+            errors=progress.errors,
+            troubles=troubles | {node.owner: node.trouble for node in snapshot.nodes if node.trouble},
         )
 
 

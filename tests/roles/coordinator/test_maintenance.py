@@ -334,7 +334,7 @@ def test_status_tells_the_silent_from_the_living_and_the_oldest_message(run, clo
 def test_too_little_space_is_said(run):
     maintenance = make_maintenance(run, retention=varied(RetentionConfig, free_space_floor_gb=1e9)())
     maintenance.publish(maintenance.snapshot(), PROGRESS, {}, 5.0)
-    assert "too little free space" in atomic.get(run.status, StatusReport).errors[0]
+    assert "too little free space" in atomic.get(run.status, StatusReport).troubles[str(run.root)]
 
 
 def test_newer_weights_are_listed_before_anything_is_requested_of_them(run):

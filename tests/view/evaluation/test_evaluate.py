@@ -124,20 +124,17 @@ def test_a_finished_evaluation_waits_for_no_job_in_the_queue(small):
 
 
 def test_a_role_stuck_at_the_start_leaves_no_job_of_another_role(small, monkeypatch):
-    """Three submissions of a role have failed; the next start submits the others beside it."""
+    """A submission of a role has failed; the next start submits the others beside it."""
     monkeypatch.delenv("PYTHONPATH", raising=False)  # jobs would find the engine there
     words = ["counts.coordinator=0", "counts.reward=0", "executor={type='local'}"]
     config = configured(small, *words)
     control.start(small.out, configured(small, *words, *NOBODY))
-    for number in (1, 2, 3):
-        submissions.take(small.out, "inference", number)
-        atomic.put(
-            small.out.submitted("inference", number), Submitted(job="0", count=1, host="h", at=time.time())
-        )
-        started = Started(job="0", host="h", pid=1, start_time="1", at=time.time(), seconds=1.0, code=1)
-        atomic.put(small.out.started("inference", number, 0), started)
+    submissions.take(small.out, "inference", 1)
+    atomic.put(small.out.submitted("inference", 1), Submitted(job="0", count=1, host="h", at=time.time()))
+    started = Started(job="0", host="h", pid=1, start_time="1", at=time.time(), seconds=1.0, code=1)
+    atomic.put(small.out.started("inference", 1, 0), started)
     try:
-        with pytest.raises(HpcSweError, match="inference: its last 3 submissions failed"):
+        with pytest.raises(HpcSweError, match="inference: its last submission failed"):
             start.evaluate(small.out, config, detach=False, console=Console())
         assert any(small.out.launches.glob("rollout/*"))
         assert control.alive(small.out, config) == []
@@ -390,7 +387,8 @@ def test_jobs_that_cannot_live_end_the_command_with_the_reason(small):
     (small.folder / "replies.json").write_text("no JSON")
     done = small.evaluate("max_restarts=0", "engine.load_timeout_s=5.0")
     assert done.returncode == DeadlineError.exit_code, done.stdout + done.stderr
-    assert "inference: its last 3 submissions failed" in done.stderr
+    assert "inference: its last submission failed (exit code 1" in done.stderr
+    assert "ERROR" in done.stderr.splitlines()[-1], "it has the cause from the job's log"
     assert control.alive(small.out, existing.load(small.out)) == []
 
 
