@@ -111,5 +111,5 @@ def test_a_learner_that_is_always_killed_ends_the_command_with_the_reason(traini
     until(kill, "the end of the command", 120)
     assert command.returncode == 5, said()
     assert "learner: exit code -9" in said()
-    assert "learner: its last submission failed (exit code 1" in said().splitlines()[-2]
-    assert "by signal 9 (Killed); 9 is often a lack of memory" in said().splitlines()[-2]
+    assert "learner: its last submission failed (exit code 1" in said().splitlines()[-1]
+    assert "by signal 9 (Killed); 9 is often a lack of memory" in said().splitlines()[-1]
