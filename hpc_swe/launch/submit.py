@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from hpc_swe.base.errors import ConfigError, SchedulerError
 from hpc_swe.base.records import Role, RunManifest
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store import atomic, checkpoints, orders, skipped, submissions, weights
+from hpc_swe.base.store import atomic, checkpoints, orders, skipped, submissions, supervision, weights
 from hpc_swe.base.store.submissions import ConfirmedSubmission, LatestSubmission, Submitted
 from hpc_swe.cluster.executors.base import INTERPRETER, Job, Submission, own_environment
 from hpc_swe.config.job_counts import desired, processes
@@ -113,9 +113,12 @@ def failures(
     return found
 
 
-def generations(config: RunConfig) -> int:
-    """Return how many submissions of a role make it stuck: on one machine no other node may do better."""
-    return 1 if config.executor.is_here else GENERATIONS
+def generations(run: RunDir, config: RunConfig) -> int:
+    """Return how many failed submissions make a role stuck: on one machine no other node may do better.
+
+    A verdict that gives up ends jobs itself, and the coordinator then orders STOP.
+    """
+    return 1 if config.executor.is_here and not supervision.read(run).gave_up else GENERATIONS
 
 
 def submission(run: RunDir, config: RunConfig, role: Role, number: int, count: int) -> Submission:
@@ -231,7 +234,7 @@ def _stuck(
     run: RunDir, config: RunConfig, newest: Mapping[Role, LatestSubmission], queue: Sequence[Job]
 ) -> dict[Role, str]:
     known = {role: submissions.history(run, role, 2 * GENERATIONS) for role in newest}
-    needed = generations(config)
+    needed = generations(run, config)
     histories = {role: history for role, history in known.items() if len(history) >= needed}
     silent = [
         each.note.job

@@ -157,7 +157,7 @@ def _ask(run: RunDir, config: RunConfig) -> Queue:
         if not silence:
             living = {job.submission for job in jobs if job.role == role}
             failed = submit.failures(history, None, living) if running[role] < count else []
-            failures += _failure(run, role, failed, submit.generations(config)) or _failure(
+            failures += _failure(run, role, failed, submit.generations(run, config)) or _failure(
                 run, role, _failing([each for each in history if each.number in living])[:1]
             )
     if shutil.disk_usage(run.root).free < folders.SMALL:  # then nobody can report anything
