@@ -1,9 +1,9 @@
 """Run tests a second time when the host may have spoiled the first run.
 
-The host is suspected if the run was late, unless its own process had a processor half of the time, or if the
-kernel killed a process of this job for memory meanwhile, perhaps that of a neighbour. Second runs are
-made one at a time, beside the first runs of others. If a second run cannot begin within the time of one run,
-the first one counts: tests that never end must not keep a worker from its other gradings.
+The host is suspected if the run was late, where wall time alone limits it, or if the kernel killed a process
+of this job for memory meanwhile, perhaps that of a neighbour. Second runs are made one at a time, beside the
+first runs of others. If a second run cannot begin within the time of one run, the first one counts: tests
+that never end must not keep a worker from its other gradings.
 """
 
 import logging

@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_swe.tasks.graders._inside.runner import plain
+from hpc_swe.tasks.graders._inside.texts import sandbox_texts
 from hpc_swe.tasks.graders._sealing.answers import Check
 from hpc_swe.tasks.graders._sealing.sealed import seal
 from tests.kit.cheats.cheat_task import HIDDEN, RIGHT, TASK, WRONG
 from tests.kit.cheats.forgeries import ANY, HOOK, REPORTS, SWALLOWS
+from tests.kit.waiting import DEADLINE_S
 
 LIKELY = """
 class Likely:
@@ -261,12 +263,41 @@ def test_no_change_is_no_submission_and_starts_nothing(grade):
 
 
 @pytest.mark.slow
-def test_sleeping_past_the_limit_is_unresolved_after_a_second_try(grade):
+def test_sleeping_for_twice_the_limit_is_unresolved(grade):
     task = msgspec.structs.replace(TASK, tests=msgspec.structs.replace(TASK.tests, timeout_s=1.0))
     score = grade(task, mod__py="import time\ndef add(a, b): time.sleep(60)\n")
     assert score.outcome == "unresolved"
     assert score.detail.startswith("timed out")
     assert 2.0 < score.seconds < 110.0
+
+
+def test_a_grading_says_that_its_processor_time_was_used_up(grade):
+    ends = "resource.getrlimit(resource.RLIMIT_CPU), flush=True)\n    os.kill(os.getpid(), signal.SIGXCPU)\n"
+    score = grade(mod__py=f"import os, resource, signal\ndef add(a, b):\n    print({ends}")
+    assert score.outcome == "unresolved"
+    assert score.detail.startswith("the tests used more than 60 s of processor time; exit code 152: ")
+    assert "(60, 61)" in score.detail
+
+
+@pytest.mark.parametrize(
+    ("loop", "ends"),
+    [
+        ("7 ** 10**10", [152, ""]),
+        ("import os\npid = os.fork()\nwhile not pid: pass\nprint(os.waitpid(pid, 0)[1])", [0, "24"]),
+        (
+            "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\n"
+            "resource.setrlimit(resource.RLIMIT_CPU, (2, 2))\nimport threading\ndef loop():\n"
+            "    while True: pass\nthread = threading.Thread(target=loop)\nthread.start()\nthread.join()",
+            [137, ""],
+        ),
+    ],
+    ids=["in C", "in a child", "that wants more, in a thread"],
+)
+def test_the_kernel_ends_a_loop_whatever_it_does(loop, ends, sandboxes):
+    text = "\n\n".join([*sandbox_texts("apart", "always_equal", "hooks", "runner"), "limit_time(1)", loop])
+    with sandboxes.open(TASK) as sandbox:
+        result = sandbox.python(text, DEADLINE_S)
+    assert [result.exit_code, result.output.strip()] == ends
 
 
 def test_half_a_repair_is_unresolved_and_says_what_fails(grade):

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hpc_swe.base.records import Score, Task
@@ -42,6 +43,11 @@ def test_only_what_a_program_prints_is_judged(text: str, is_right: bool, task: T
     """A program that lies, floods or ends the tests gets nothing; a child that lingers harms nobody."""
     score = grade(task, solution__py=f"a, b = map(int, input().split())\n{text}\n")
     assert (score.reward == 1) is is_right, score
+
+
+def test_a_limit_below_that_of_a_case_harms_no_right_program(task: Task, grade: Grade) -> None:
+    short = msgspec.structs.replace(task, tests=msgspec.structs.replace(task.tests, timeout_s=5.0))
+    assert grade(short, solution__py="print(sum(map(int, input().split())))\n").reward == 1
 
 
 @pytest.mark.slow

@@ -19,8 +19,6 @@ FAILURES_BEFORE_CHECK = 8
 """Sandboxes in a row that do not open before the node itself is checked."""
 INTERRUPT = signal.SIGRTMIN + 7
 """Signal that asks the program of a session to answer; programs seldom use it for themselves."""
-BUSY_SHARE = 0.5
-"""Share of its time in which a command must have had a processor, so that the host is not why it is late."""
 NICE = 10
 """Niceness added to every process of a sandbox, so that workers, engines and learners come first."""
 Clock = Callable[[], float]
@@ -52,12 +50,6 @@ class CommandResult:
     """The command ended the sandbox itself. Once the agent has acted, the policy caused this."""
     left_s: float = math.inf
     """Seconds left of a budget when the command began; they bound its time whatever was asked for."""
-    busy_s: float = 0.0
-    """Processor time of the command's first process, and of those whose end it awaited; 0 is also unknown."""
-
-    def lacked_processor(self, timeout_s: float) -> bool:
-        """Return whether it timed out with so little of a processor that the host may be why."""
-        return self.timed_out and self.busy_s < BUSY_SHARE * timeout_s
 
 
 class SessionEnded(Exception):

@@ -118,8 +118,8 @@ class _Folder(Tree):
             if not answer:  # a process of the sandbox has killed the reaper, or stopped it
                 _kill_all(self._home, but=SESSION_MARK)
             text = collected(output.fileno(), OUTPUT_BYTES)
-        code, busy_s = (answer or b"137 0").split()
-        return CommandResult(137 if timed_out else int(code), text, timed_out, busy_s=float(busy_s))
+        code = 137 if timed_out else int(answer or 137)
+        return CommandResult(exit_code=code, output=text, timed_out=timed_out)
 
     def _environment(self) -> dict[str, str]:
         path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"

@@ -20,7 +20,6 @@ from hpc_swe.base.records import Task
 from hpc_swe.tasks.graders._exam import Exam, TestReport
 from hpc_swe.tasks.graders._sealing.sealed import Sealed
 from hpc_swe.tasks.patch import apply
-from hpc_swe.tasks.second_run import run_reliably
 from hpc_swe.tasks.visible_tests import holds_tests, name_of, names_of_tests
 
 HOME = "a test is from "
@@ -81,11 +80,7 @@ class Base:
         known = self.known
         with known.lock:
             if options not in known.reports:
-                _, report = run_reliably(
-                    lambda: self.exam.run(sandboxes, *options),
-                    lambda ended: ended[0].lacked_processor(self.task.tests.timeout_s),
-                    self.task.tests.timeout_s,
-                )
+                _, report = self.exam.run(sandboxes, *options)
                 known.tries[options] += 1
                 if not report.has_end and known.tries[options] < _MOST_TRIES:
                     return report

@@ -8,6 +8,7 @@ Where a task names no tests, every test counts that pytest collects in the task'
 that is skipped, or fails as expected, does not count if it ends so without any patch.
 """
 
+import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +26,6 @@ from hpc_swe.tasks.graders._sealing.sealed import Sealed
 from hpc_swe.tasks.graders.base import HiddenTestGrader, Inspection, charges, ending
 from hpc_swe.tasks.hidden_tests import unsealed_of
 from hpc_swe.tasks.patch import BadPatch, apply
-from hpc_swe.tasks.second_run import run_reliably
 from hpc_swe.tasks.visible_tests import SOLUTION, holds_only_tests, holds_tests
 
 _SEALED = "\n(pytest saw no expected values, which stay outside the sandbox; test_bad fails on purpose)"
@@ -112,11 +112,7 @@ class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
         base = base_of(task, modules)
         kept = _judges(base, patched, sandboxes)
         exam = Exam(task, patched, modules, kept)
-        result, report = run_reliably(
-            lambda: exam.run(sandboxes),
-            lambda ended: ended[0].lacked_processor(task.tests.timeout_s),
-            task.tests.timeout_s,
-        )
+        result, report = exam.run(sandboxes)
         if not report.outcomes:  # the patch, or the image
             require_pytest(task, sandboxes)
         return _TestRun(
@@ -152,7 +148,9 @@ class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
         if is_resolved and (values := _always_equal(ran, sandboxes)):
             detail = f"values of {', '.join(values)} equal everything"
             return self.score(task, "cheated", (), detail, seconds)
-        detail = ending(ran.result) + _SEALED * bool(exam.answers.checks)
+        is_long = ran.result.exit_code == 128 + signal.SIGXCPU
+        detail = f"the tests used more than {exam.processor_s} s of processor time; " * is_long
+        detail += ending(ran.result) + _SEALED * bool(exam.answers.checks)
         if ran.kept:
             detail += f"\n(put back, since tests are from them: {', '.join(sorted(ran.kept))})"
         return self.score(task, "resolved" if is_resolved else "unresolved", passed, detail, seconds)

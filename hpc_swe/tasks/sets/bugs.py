@@ -61,7 +61,8 @@ class Bugs(Plugin, Taskset, frozen=True, kw_only=True):
     image: str = "python-pytest"
     """Image of the sandbox."""
     timeout_s: float = 30.0
-    """Seconds that a task's tests may take."""
+    """Seconds of processor time that each process of a task's tests may use; all tests together may take
+    twice as much time."""
 
     def load(self, split: Split) -> Iterator[Task]:
         """Yield endless tasks."""

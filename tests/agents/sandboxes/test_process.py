@@ -1,6 +1,5 @@
 """The sandbox that isolates nothing still keeps the seam's promises."""
 
-import dataclasses
 import logging
 import os
 import signal
@@ -108,17 +107,6 @@ def test_killing_its_reaper_ends_a_program_alone(task):
         result = sandbox.python(kills, 60)
         assert (result.exit_code, result.timed_out) == (137, False)
         assert sandbox.python("print(1)", 60).output == "1\n"
-
-
-@pytest.mark.parametrize("kind", ["process", pytest.param("apptainer", marks=pytest.mark.slow)])
-def test_the_host_is_suspected_only_of_runs_without_a_processor(kind, task, request):
-    busy = "import time\nwhile time.process_time() < 0.5: pass"
-    sandboxes = Process() if kind == "process" else request.getfixturevalue("apptainer")
-    with sandboxes.open(task) as sandbox:
-        assert sandbox.python("import time; time.sleep(600)", 0.5).lacked_processor(0.5)
-        result = sandbox.python(busy, 60)
-    late = dataclasses.replace(result, timed_out=True)
-    assert [one.lacked_processor(0.6) for one in (result, late)] == [False, False]
 
 
 @pytest.mark.slow

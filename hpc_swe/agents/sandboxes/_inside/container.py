@@ -213,12 +213,10 @@ def run_command(
         run(request["kind"], files, workdir, settings)
     handle = os.pidfd_open(child)
     in_time = await_end(handle, host.fileno(), request["timeout_s"], processes)
-    status, busy_s = processes.end(child)
-    code = os.waitstatus_to_exitcode(status)
+    code = os.waitstatus_to_exitcode(processes.end(child))
     for file in (handle, *files):
         os.close(file)
-    ended = {"exit_code": code if code >= 0 else 128 - code, "timed_out": not in_time, "busy_s": busy_s}
-    host.send(json.dumps(ended).encode())
+    host.send(json.dumps({"exit_code": code if code >= 0 else 128 - code, "timed_out": not in_time}).encode())
 
 
 def start_session(

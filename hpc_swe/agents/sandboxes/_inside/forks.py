@@ -7,7 +7,7 @@ reaper, which forks the command. The reaper adopts all orphans of the command, s
 that the command has started, and does so when the command has ended or the host says so or is gone.
 
     interpreter <- {"kind", "folder", "environment", "python", "nice"} + socket, program, output, ...
-    socket      -> b"started" + pidfds of reaper and command, exit code and processor seconds
+    socket      -> b"started" + pidfds of reaper and command, exit code
                 <- anything, or the end: kill the command
 """
 
@@ -68,9 +68,8 @@ def oversee(request: dict[str, Any], host: int, *files: int) -> NoReturn:
         os.write(go, b"g")
         if host in select.select([handle, host], [], [])[0]:
             os.read(host, 16)  # a socket that closes with a message unread takes back the answer
-        status, busy_s = end(command)
-        code = os.waitstatus_to_exitcode(status)
-        os.write(host, f"{code if code >= 0 else 128 - code} {busy_s:.1f}".encode())
+        code = os.waitstatus_to_exitcode(end(command))
+        os.write(host, str(code if code >= 0 else 128 - code).encode())
     except BaseException:
         traceback.print_exc()
     os._exit(0)
@@ -86,20 +85,20 @@ def adopt_orphans() -> None:
         raise OSError("prctl")
 
 
-def end(command: int) -> tuple[int, float]:
-    """Kill and reap all processes below this one; return the command's wait status and processor time."""
-    status, busy_s = int(signal.SIGKILL), 0.0
+def end(command: int) -> int:
+    """Kill and reap all processes below this one; return the command's wait status."""
+    status: int = signal.SIGKILL
     while True:
         try:
-            ended, found, used = os.wait4(-1, os.WNOHANG)
+            ended, found = os.waitpid(-1, os.WNOHANG)
             if not ended:
                 for pid in children():
                     os.kill(pid, signal.SIGKILL)  # not reaped, so its number is nobody else's
-                ended, found, used = os.wait4(-1, 0)
+                ended, found = os.waitpid(-1, 0)
         except ChildProcessError:
-            return status, busy_s
+            return status
         if ended == command:
-            status, busy_s = found, used.ru_utime + used.ru_stime
+            status = found
 
 
 def children() -> list[int]:

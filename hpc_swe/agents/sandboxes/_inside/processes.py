@@ -52,7 +52,7 @@ class Processes:
         """Number of the program of the open session; 0 when there is none."""
         self.is_paused = False
         self._at_rest: dict[int, Seen] = {}
-        self._ended: dict[int, tuple[int, float]] = {}
+        self._ended: dict[int, int] = {}
 
     def fork(self) -> int:
         """Fork; end the session where its processes leave no room for another one.
@@ -75,20 +75,20 @@ class Processes:
             while True:
                 self._reap(-1, 0)
 
-    def end(self, command: int) -> tuple[int, float]:
-        """Kill and reap all processes but the session's; return a command's wait status and processor time.
+    def end(self, command: int) -> int:
+        """Kill and reap all processes but the session's, and return a command's wait status.
 
         Never wait for the command alone: while another process traces it, its end is hidden from its parent.
         """
         self._ended = {}
         self._reap(command)
         self._kill_others()
-        return self._ended.get(command, (signal.SIGKILL, 0.0))
+        return self._ended.get(command, signal.SIGKILL)
 
     def _reap(self, pid: int, flags: int = os.WNOHANG) -> None:
-        ended, status, used = os.wait4(pid, flags)
+        ended, status = os.waitpid(pid, flags)
         if not os.WIFSTOPPED(status):  # its parent learns that a process stops, if it asked to be traced
-            self._ended[ended] = status, used.ru_utime + used.ru_stime
+            self._ended[ended] = status
 
     def _kill_others(self) -> None:
         """Kill and reap all processes but the session's; all of them if they multiply too fast for that."""
