@@ -45,7 +45,7 @@ BUDGETS = {
     "hpc_swe/cluster/executors": 926,  # jobs run from a file of their node
     "hpc_swe/config": 1_327,  # harbor and its grader; says what has become of removed keys
     "hpc_swe/demo": 926,  # builds its image; what a published model learns, with controls, in one command
-    "hpc_swe/launch": 2_964,  # says at once why jobs fail or wait; gives weights away, and deletes the rest
+    "hpc_swe/launch": 2_963,  # says at once why jobs fail or wait; gives weights away, and deletes the rest
     "hpc_swe/launch/doctor": 1_436,  # judges sizes of jobs, the C library and kernels
     "hpc_swe/makers": 2_245,  # statements with the function at fault, rows by pass rate, the share sealed
     "hpc_swe/makers/bugs": 1_403,  # mutants are tried by processes, which may be killed

@@ -23,9 +23,8 @@ from hpc_swe.config.settings import RunConfig
 
 log = logging.getLogger(__name__)
 
-GENERATIONS = (
-    3  # submissions of a role that may fail one after another before it counts as stuck on a cluster
-)
+GENERATIONS = 3
+"""Submissions of a role that may fail one after another before it counts as stuck on a cluster."""
 FAILED = ("FAILED", "OUT_OF_MEMORY", "BOOT_FAIL")
 OPEN = ("PENDING", "RUNNING", "REQUEUED", "COMPLETING")
 """States that accounting may still have for jobs that have left the queue."""
