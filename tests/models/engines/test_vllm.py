@@ -189,7 +189,8 @@ def swapped_midway(server: Server, engine: Vllm) -> tuple[WeightVersion, list[tu
     def ask(first: int) -> None:
         while not is_over.is_set():
             prompt = [first, *TEXT]
-            answers.append((prompt, sample(server, prompt, Sampling(max_tokens=600))))
+            length = Sampling(max_tokens=40 * first)  # all at once would end together, with none under way
+            answers.append((prompt, sample(server, prompt, length)))
 
     with ThreadPoolExecutor(6) as pool:
         asking = [pool.submit(ask, first) for first in range(10, 16)]
