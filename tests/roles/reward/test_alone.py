@@ -8,17 +8,22 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from hpc_swe.agents.sandboxes.base import WatchedSandboxes
 from hpc_swe.base.errors import SandboxError
 from hpc_swe.base.records import Episode
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store.parquet import tasks
 from hpc_swe.base.store.spool import Spool
 from hpc_swe.config import config as configuration
-from hpc_swe.launch import control
+from hpc_swe.config.settings import SupervisionConfig
+from hpc_swe.launch import control, existing
 from hpc_swe.roles.reward.alone import Patience, watch
+from hpc_swe.tasks.graders._exam import Exam
 from hpc_swe.tasks.graders.base import GRADER_BROKE
+from jobs import coordinator, reward
 from tests.kit.checkout import ROOT, environment
 from tests.kit.constants import NOBODY, empty_model
 from tests.kit.tracing import ALLOWS, traced
@@ -109,6 +114,18 @@ def run(tmp_path: Path) -> RunDir:
     made = RunDir(tmp_path / "run")
     control.start(made, configuration.read(ROOT / "configs/demo.toml", overrides=words))
     return made
+
+
+def test_no_verdict_comes_before_tests_have_slept_for_all_their_time(run):
+    config = existing.load(run)
+    config = msgspec.structs.replace(config, supervision=SupervisionConfig(stuck_s=1.0))
+    resources = reward._resources(run, config, WatchedSandboxes(config.sandbox))
+    task, *_ = resources.tasks.values()
+    assert (
+        2 * Exam(task, task.files, {}).processor_s
+        < resources.patience.hung_s
+        < coordinator._limits(run, config)["reward"]
+    )
 
 
 @pytest.mark.slow
