@@ -139,8 +139,8 @@ class Exam:
     def run(self, sandboxes: Sandboxes, *options: str) -> tuple[CommandResult, TestReport]:
         """Run the tests; the report of a patch is empty when they did not come to their end.
 
-        Each process may use `processor_s` of processor time, so that a loop costs the same on a busy host.
-        Twice as much wall time ends tests that wait.
+        Each process may use `processor_s` of processor time, which ends a loop. Twice as much wall time ends
+        tests that wait, and bounds what a loop takes on a busy host.
         """
         return run_reliably(lambda: self._run(sandboxes, *options), lambda _: False, 2 * self.processor_s)
 
