@@ -87,7 +87,9 @@ def _watch(
 ) -> None:
     began, reader = time.monotonic(), RunReader(run, config)
     lost_at: dict[Role, float] = {}
-    logged, told, troubles = "", {*failing(run, config)}, dict[str, str]()  # told: failures before this start
+    logged, troubles = "", dict[str, str]()
+    with atomic.storage(run.root):
+        told = {*failing(run, config)}  # those before this start
     while True:
         try:
             ticked = submit.tick(run, config)
