@@ -50,9 +50,10 @@ def killed(small_run, tmp_path_factory):
         f"model={first.weight(version)}",
         f"steps={STEPS}",
         "learner.checkpoint_every=2",
-        "learner.optimizer.lr=1e-3",
+        "learner.optimizer.lr=5e-4",  # a first step of 1e-3 can leave a policy without any signal
         "learner.optimizer.warmup_steps=0",
         "engine.dtype=bfloat16",
+        "engine.load_timeout_s=120",  # vLLM's server may answer no more when its core is killed during a swap
         "policy.dtype=bfloat16",
         "policy.tensor_parallel=1",
         "groups.max_staleness=0",  # so that all tokens are of the weights that the learner begins a step with
@@ -78,7 +79,7 @@ def test_the_books_of_a_run_on_a_hybrid_model_are_right(killed):
 
 
 def test_an_engine_samples_from_the_learners_newest_weights(killed):
-    """Weights that are one step old have a k3 of .01 and a largest gap above 1."""
+    """At twice this rate weights that are one step old have a k3 of .01 and a largest gap above 1."""
     lines = [line for line in curves(killed[0], "learner") if "gap/k3" in line]
     assert {line["step"] for line in lines} == set(range(STEPS))
     assert max(line["gap/k3"] for line in lines) < 1e-3
