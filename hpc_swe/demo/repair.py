@@ -228,7 +228,7 @@ class Repair:
         """Return what is known about each model whose evaluations are done, the base model first."""
         kinds = ("grpo", *CONTROLS)
         runs = [RunDir(path) for kind in kinds for path in sorted(self.root.glob(f"{kind}-*"))]
-        versions = [(run, version) for run in runs if (version := weights.newest(run))]
+        versions = [(run, version) for run in runs if (version := weights.newest_full(run))]
         found = [(ModelResult("base"), "base")]
         for run, version in versions:
             hours = Clock(self._spent(run.root.name)).spent.gpu_seconds / 3600

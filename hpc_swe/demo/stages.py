@@ -33,8 +33,8 @@ def of_stage(overrides: Sequence[str], files: Sequence[str]) -> Iterator[str]:
 
 
 def newest(run: RunDir) -> Path:
-    """Return the folder of a run's last weights; raise HpcSweError when it published none."""
-    version = weights.newest(run)
+    """Return the folder of a run's last full weights; raise HpcSweError when it published none."""
+    version = weights.newest_full(run)
     if version is None:
         raise HpcSweError(f"{run.weights}: the run has ended, but published no weights")
     return run.weight(version)

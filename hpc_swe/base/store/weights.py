@@ -27,6 +27,11 @@ def newest(run: RunDir) -> WeightVersion | None:
     return max(published(run), default=None)
 
 
+def newest_full(run: RunDir) -> WeightVersion | None:
+    """Return the newest version that other programs open; None before any is published."""
+    return max((each for each in published(run) if _kind(run, each) == "full"), default=None)
+
+
 def recent(versions: Iterable[WeightVersion], newest: WeightVersion, lag: int = 0) -> list[WeightVersion]:
     """List the versions that are at most `lag` steps behind the newest, whatever their incarnation.
 

@@ -25,7 +25,9 @@ class Order(Enum):
     """List the orders that all ranks obey."""
 
     DRAIN = auto()
-    """Save a checkpoint, and exit with 0."""
+    """The run ends here: save a checkpoint, publish full weights, and exit with 0."""
+    LEAVE = auto()
+    """The scheduler takes the node: save a checkpoint, and exit with 0."""
     STOP = auto()
     """Exit now."""
     REPUBLISH = auto()
@@ -86,7 +88,9 @@ class BatchSource:
         active = orders.active(self._run)
         if "STOP" in active:
             return Order.STOP
-        if self._interrupted() or "DRAIN" in active or "FINISHED" in active:  # a run may have ended early
+        if self._interrupted():
+            return Order.LEAVE
+        if "DRAIN" in active or "FINISHED" in active:  # a run may have ended early
             return Order.DRAIN
         try:
             return folders.manifest(self._run.batch(step), BatchManifest)

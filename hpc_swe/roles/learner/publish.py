@@ -135,10 +135,15 @@ class Publisher(Generic[L]):
             line = "exported %s: %s, %d bytes; %.2f s to write, %.2f to verify, %.2f to commit"
             log.info(line, version.name, kind, size, *spent)
 
+    @property
+    def ends_in_delta(self) -> bool:
+        """Whether the last version is a delta, which no other program opens."""
+        return self._deltas > 0
+
     def republish_weights(self) -> None:
         """Publish the current weights as a full version, under the next incarnation: no folder changes."""
         self._incarnation = on_rank_zero(self._ranks, lambda: _take_next(self._run, self._incarnation))
-        self._exported = None
+        self._exported = self._parent = None
         self.publish_weights()
 
     def require_newest(self) -> None:

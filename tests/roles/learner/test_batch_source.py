@@ -75,9 +75,9 @@ def test_a_finished_run_needs_no_learner_but_its_last_state(run):
     assert BatchSource(run, 60, 0.01).wait(0) is Order.DRAIN
 
 
-def test_a_signal_drains(run):
+def test_a_signal_of_the_scheduler_is_no_end_of_the_run(run):
     publish_batch(run, 0)
-    assert BatchSource(run, 60, 0.01, lambda: True).wait(0) is Order.DRAIN
+    assert BatchSource(run, 60, 0.01, lambda: True).wait(0) is Order.LEAVE
 
 
 def test_a_pulse_ends_the_look_so_that_other_ranks_hear(run):

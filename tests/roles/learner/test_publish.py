@@ -4,9 +4,13 @@ import pytest
 
 from hpc_swe.base.errors import NodeError
 from hpc_swe.base.records import WeightVersion
-from hpc_swe.base.store import skipped
+from hpc_swe.base.store import skipped, weights
+from hpc_swe.roles.learner.batch_source import Order
+from hpc_swe.roles.learner.loop import LearnerPlan, learn
 from hpc_swe.roles.learner.publish import Snapshots, _checkpoints
 from tests.kit.coordinator_kit import export, save
+from tests.kit.one_rank import Batches, publish_batch
+from tests.roles.learner.test_save_clock import Slow
 
 
 @pytest.mark.parametrize(
@@ -25,6 +29,17 @@ from tests.kit.coordinator_kit import export, save
 )
 def test_a_full_version_comes_when_it_must(snapshots, step, deltas, carrier):
     assert snapshots.carrier(step, deltas) == carrier
+
+
+@pytest.mark.parametrize(("order", "name"), [(Order.DRAIN, "v000002-i02"), (Order.LEAVE, "v000000-i01")])
+def test_a_run_that_ends_early_ends_with_weights_that_others_open(run, order, name):
+    """A job that the scheduler ends has a successor, whose first version is full."""
+    for step in range(2):
+        publish_batch(run, step)
+    plan = LearnerPlan(9, 1, 100, 0.0, max_skipped=1, writer="w", snapshots=Snapshots(every=9))
+    learn(run, Slow(), None, plan, Batches(run, {2: [order]}), lambda *_: None)
+    assert weights.newest_full(run).name == name
+    assert weights.newest(run).step == 2
 
 
 def test_a_checkpoint_that_may_not_be_finite_is_taken_last(run):
