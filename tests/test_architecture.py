@@ -29,7 +29,7 @@ FILE_LINES = 400
 LONGER: dict[str, int] = {}
 FUNCTION_LINES, USUAL_FUNCTION_LINES = 60, 28
 TEST_NAME = 70
-TEST_LINES = 54_080  # of all tests and what they share; it may only fall, towards 42,000
+TEST_LINES = 53_996  # of all tests and what they share; it may only fall, towards 42,000
 # Lines of each package: what it has, rounded up. Who adds much notices, and says why.
 BUDGETS = {
     "hpc_swe": 85,
@@ -40,7 +40,7 @@ BUDGETS = {
     "hpc_swe/agents/tools": 1_794,
     "hpc_swe/base": 1_609,  # finds what a wheel brings; says which class to inherit; the interval of a share
     "hpc_swe/base/records": 653,
-    "hpc_swe/base/store": 1_957,  # lets a group read a part of a run
+    "hpc_swe/base/store": 1_962,  # lets a group read a part of a run
     "hpc_swe/cluster": 618,
     "hpc_swe/cluster/executors": 926,  # jobs run from a file of their node
     "hpc_swe/config": 1_327,  # harbor and its grader; says what has become of removed keys
@@ -58,7 +58,7 @@ BUDGETS = {
     "hpc_swe/roles": 291,
     "hpc_swe/roles/coordinator": 3_301,  # penalties; ends a run of refused weights; batches of archives
     "hpc_swe/roles/inference": 717,  # tries refused weights again, and counts
-    "hpc_swe/roles/learner": 1_311,  # deals batches that were cut for other ranks
+    "hpc_swe/roles/learner": 1_320,  # deals batches that were cut for other ranks
     "hpc_swe/roles/reward": 359,
     "hpc_swe/roles/rollout": 1_959,  # four APIs of agent programs
     "hpc_swe/tasks": 2_114,  # reads sets of repositories in their own columns
