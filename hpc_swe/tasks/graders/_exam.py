@@ -23,7 +23,9 @@ SET_UP = {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.to
 SET_UP |= {"pyproject.toml", "sitecustomize.py", "usercustomize.py"}
 _OUTCOMES = {"passed", "failed", "skipped"}
 """Outcomes of pytest itself; plugins that repeat a test report others for runs that do not count."""
-_OPTIONS = ["-s", "--tb=no", "--assert=plain", "--rootdir=.", "--continue-on-collection-errors"]
+_OPTIONS = ["-s", "--assert=plain", "--rootdir=.", "--continue-on-collection-errors"]
+_NO_TRACEBACKS = "--tb=no"
+"""It overrides a task's own style, for which pytest would parse the files of each traceback anew."""
 
 
 class _Line(msgspec.Struct, frozen=True):
@@ -134,7 +136,7 @@ class Exam:
         )
         self._task_in_sandbox = msgspec.structs.replace(task, files=files)
         self._arguments = [*pytest_command.FEWER_PLUGINS, *_OPTIONS]
-        self._arguments += [*pytest_command.arguments(task), self.canaries]
+        self._arguments += [*pytest_command.arguments(task), _NO_TRACEBACKS, self.canaries]
 
     def run(self, sandboxes: Sandboxes, *options: str) -> tuple[CommandResult, TestReport]:
         """Run the tests; the report of a patch is empty when they did not come to their end.
