@@ -53,7 +53,6 @@ def killed(small_run, tmp_path_factory):
         "learner.optimizer.lr=5e-4",  # a first step of 1e-3 can leave a policy without any signal
         "learner.optimizer.warmup_steps=0",
         "engine.dtype=bfloat16",
-        "engine.load_timeout_s=120",  # vLLM's server may answer no more when its core is killed during a swap
         "policy.dtype=bfloat16",
         "policy.tensor_parallel=1",
         "groups.max_staleness=0",  # so that all tokens are of the weights that the learner begins a step with

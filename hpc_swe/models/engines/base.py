@@ -103,6 +103,8 @@ class Engine(ABC):
     """Type of cached keys and values; auto is that of activations."""
     loads_weights: ClassVar[bool] = False
     """The engine reads the model's weights, so they must be complete."""
+    vital: ClassVar[str] = ""
+    """How names of processes begin of which none ends before the engine does; empty: no name is known."""
 
     @abstractmethod
     def command(self, model: Path, host: str, port: int, name: str, context: int) -> Sequence[str]:

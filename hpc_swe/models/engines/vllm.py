@@ -55,6 +55,7 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
     """Run `vllm serve` as a child process."""
 
     loads_weights: ClassVar[bool] = True
+    vital: ClassVar[str] = "VLLM::"  # of engine cores and workers
     max_num_seqs: int = 64
     """Requests that one forward pass may serve."""
     kv_cache_bytes: int = 0

@@ -27,10 +27,20 @@ class Child:
     """Run an engine under its guard, in a process group of their own."""
 
     def __init__(
-        self, command: Sequence[str], environment: dict[str, str], output: Path, locks: Sequence[int] = ()
+        self,
+        command: Sequence[str],
+        environment: dict[str, str],
+        output: Path,
+        locks: Sequence[int] = (),
+        vital: str = "",
     ) -> None:
-        """Start the command. Its guard inherits the descriptors `locks`, whose locks it holds to its end."""
-        self.output = output
+        """Start the command. Its guard inherits the descriptors `locks`, whose locks it holds to its end.
+
+        Processes whose names begin with `vital` must not end before the command does.
+        """
+        self.output, self._vital = output, vital.encode()
+        self._seen: dict[int, tuple[str, str]] = {}
+        """Process id -> start time and name of each vital process."""
         self._stopped, self._due = StoppedProcesses(), 0.0
         self._folder = scratch.make()  # also removes folders of engines killed together with their guard
         guard = [sys.executable, "-P", "-m", "hpc_swe.roles.inference.guard", str(self._folder), *command]
@@ -49,14 +59,27 @@ class Child:
             )
 
     def require_alive(self) -> None:
-        """Raise EngineError, with its log, if the engine ended; NoAnswer if a process stays stopped."""
+        """Raise EngineError, with its log, if a process ended; NoAnswer if one stays stopped."""
         if self._guard.poll() is not None:
             raise EngineError(f"the engine ended; see {self.output}")
         if time.monotonic() < self._due:
             return
         self._due = time.monotonic() + LOOK_S
-        if stopped := self._stopped.find([self._guard.pid, *descendants(self._guard.pid)]):
+        below = descendants(self._guard.pid)
+        self._require_vital(below)
+        if stopped := self._stopped.find([self._guard.pid, *below]):
             raise NoAnswer(f"process {stopped[0]} of the engine is stopped")
+
+    def _require_vital(self, below: Sequence[int]) -> None:
+        """Raise EngineError if a vital process ended: the server above it may answer no more."""
+        for pid, (began, name) in self._seen.items():
+            if start_time(pid) != began:
+                raise EngineError(f"{name}, process {pid} of the engine, ended; see {self.output}")
+        for pid in below if self._vital else ():
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                comm = Path(f"/proc/{pid}/comm").read_bytes().strip()
+                if comm.startswith(self._vital) and (start := start_time(pid)):
+                    self._seen[pid] = start, comm.decode(errors="replace")
 
     def stop(self, killed_s: float = KILLED_S) -> None:
         """End the engine, and return when none of its processes is left.

@@ -156,7 +156,7 @@ class Supervisor:
             command += self.engine.sleep_arguments or ()
         log.info("starting %s at %s, output in %s", folder, url, output)
         locks = self.turn.files if self.turn else ()
-        child = Child(command, self.engine.environment(token), output, locks)
+        child = Child(command, self.engine.environment(token), output, locks, self.engine.vital)
         return OwnEngine(self.engine, url, token, child)
 
     def _choose(self) -> Weights:
