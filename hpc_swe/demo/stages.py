@@ -1,5 +1,6 @@
 """Watch a stage of a demo, and read what it has left: its newest weights and its curves."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -16,6 +17,8 @@ from hpc_swe.config.settings import RunConfig
 from hpc_swe.launch import watch
 from hpc_swe.launch.view import RunView
 from hpc_swe.view.evaluation.progress import episodes
+
+log = logging.getLogger(__name__)
 
 
 def of_stage(overrides: Sequence[str], files: Sequence[str]) -> Iterator[str]:
@@ -37,6 +40,10 @@ def newest(run: RunDir) -> Path:
     version = weights.newest_full(run)
     if version is None:
         raise HpcSweError(f"{run.weights}: the run has ended, but published no weights")
+    if version != (last := weights.newest(run)):
+        log.warning(
+            "%s: taking %s; %s holds only what changed", run.weights, version.name, last and last.name
+        )
     return run.weight(version)
 
 

@@ -10,7 +10,7 @@ from hpc_swe.base import cli
 from hpc_swe.base.errors import DeadlineError, HpcSweError, SchedulerError, StorageError, StuckRun
 from hpc_swe.base.records import Role, StatusReport
 from hpc_swe.base.rundir import RunDir
-from hpc_swe.base.store import atomic, checkpoints, folders, stop_signs, supervision
+from hpc_swe.base.store import atomic, checkpoints, folders, stop_signs, supervision, weights
 from hpc_swe.base.store.lease import Watcher
 from hpc_swe.cluster.executors.base import FOREGROUND
 from hpc_swe.config.settings import RunConfig
@@ -19,7 +19,7 @@ from hpc_swe.launch.control import stop
 from hpc_swe.launch.submit import REST_S, TickResult
 from hpc_swe.launch.view import RunReader, RunView, failing
 
-SAVE_S = 120.0  # the longest step and checkpoint of a learner that is stopped
+SAVE_S = 120.0  # the longest step, checkpoint and full version of a learner that is stopped
 
 log = logging.getLogger(__name__)
 
@@ -58,28 +58,30 @@ def watch(
 def _save_and_stop(run: RunDir, config: RunConfig, save_s: float) -> None:
     """Stop the run, but let its learner save what it has trained; a second interrupt stops it at once."""
     try:
-        if (steps := _unsaved(run, config)) > 0:
-            log.warning("saving %d steps, for at most %g s; another Ctrl-C discards them", steps, save_s)
+        if what := _unsaved(run, config):
+            log.warning("saving %s, for at most %g s; another Ctrl-C discards that", what, save_s)
             stop(run, config, now=False)
             began = time.monotonic()
-            while (steps := _unsaved(run, config)) > 0 and time.monotonic() < began + save_s:
+            while (what := _unsaved(run, config)) and time.monotonic() < began + save_s:
                 time.sleep(config.executor.pause(time.monotonic() - began))
-            if steps > 0:
-                log.warning("not saved within %g s: the last %d steps will be repeated", save_s, steps)
+            if what:
+                log.warning("not saved within %g s: %s", save_s, what)
     except HpcSweError as error:  # what ended the watch matters more
         log.warning("perhaps not saved: %s", error)
     finally:
         stop(run, config, now=True)
 
 
-def _unsaved(run: RunDir, config: RunConfig) -> int:
-    """Return how many steps a learner that runs has taken since the newest checkpoint."""
+def _unsaved(run: RunDir, config: RunConfig) -> str:
+    """Name what a learner that runs would save: steps since its checkpoint, or weights that are a delta."""
     if ("learner", "running") not in {(job.role, job.state) for job in config.executor.queue(run)}:
-        return 0
+        return ""
     watcher = Watcher(run, config.lease.beat_s, config.lease.ttl_s)
     watcher.look()
     taken = max((node.step for node in watcher.live("learner")), default=0)
-    return taken - max(checkpoints.published(run), default=(0, 0))[0]
+    if (steps := taken - max(checkpoints.published(run), default=(0, 0))[0]) > 0:
+        return f"the last {steps} steps"
+    return "the last weights in full" * (weights.newest(run) != weights.newest_full(run))
 
 
 def _watch(

@@ -279,9 +279,12 @@ def test_a_grading_says_that_its_processor_time_was_used_up(grade):
     assert "(60, 61)" in score.detail
 
 
-def test_no_style_of_a_task_has_pytest_parse_the_files_of_each_failure(grade):
+@pytest.mark.parametrize(
+    "words", ["--tb=long test_mod.py test_hidden.py", "--tb=long -- test_mod.py test_hidden.py"]
+)
+def test_no_style_of_a_task_has_pytest_parse_the_files_of_each_failure(grade, words):
     """For 18 failing tests of tarfile that took three quarters of a grading."""
-    plan = msgspec.structs.replace(TASK.tests, command=f"{TASK.tests.command} --tb=long")
+    plan = msgspec.structs.replace(TASK.tests, command=f"python -m pytest -q {words}")
     task = msgspec.structs.replace(TASK, tests=plan)
     score = grade(task, mod__py="def add(a, b):\n    return [a, b][a // 20 * 2]\n")
     assert "FAILED test_hidden.py::test_0" in score.detail

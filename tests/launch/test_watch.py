@@ -5,13 +5,14 @@ import time
 import pytest
 
 from hpc_swe.base.errors import ConfigError, DeadlineError, HpcSweError, StorageError
-from hpc_swe.base.records import Node
+from hpc_swe.base.records import Node, WeightVersion
 from hpc_swe.base.rundir import RunDir
 from hpc_swe.base.store import atomic
 from hpc_swe.cluster.executors.base import Job
 from hpc_swe.launch.submit import REST_S, TickResult
 from hpc_swe.launch.watch import SAVE_S, given_up, watch
 from tests.kit.constants import status_report
+from tests.kit.coordinator_kit import export, save
 from tests.kit.played import Config, Played
 
 WAIT_S = 60.0
@@ -174,12 +175,12 @@ def test_ctrl_c_lets_a_learner_save_its_steps_before_all_is_stopped(run, learnin
         scheduler.running.remove(LEARNER)
 
     learning[0](nothing, nothing, nothing, save, end)
-    assert "saving 5 steps, for at most 120 s; another Ctrl-C discards them" in caplog.text
+    assert "saving the last 5 steps, for at most 120 s; another Ctrl-C discards that" in caplog.text
 
 
 def test_ctrl_c_says_how_many_steps_a_slow_learner_has_not_saved(learning, caplog):
     learning[0](nothing, nothing, nothing, nothing, end, save_s=0.0)
-    assert "not saved within 0 s: the last 5 steps will be repeated" in caplog.text
+    assert "not saved within 0 s: the last 5 steps" in caplog.text
 
 
 def test_a_second_ctrl_c_does_not_wait_for_the_learner(run, learning):
@@ -191,6 +192,18 @@ def test_ctrl_c_gives_a_learner_without_new_steps_no_time(run, learning):
     atomic.put(run.node("learner-9-1"), Node(owner="x", role="learner", beat=1, host="here", pid=1, step=0))
     learning[0](nothing, nothing, end)
     assert not run.drain.exists()
+
+
+def test_ctrl_c_waits_for_weights_that_others_open(run, learning, caplog):
+    first, delta, full = (
+        WeightVersion(incarnation=each, step=step) for each, step in ((1, 0), (1, 5), (2, 5))
+    )
+    export(run, first)
+    export(run, delta, first)
+    save(run, 5, 1)
+    learning[0](nothing, nothing, lambda _: export(run, full), nothing, end)
+    assert "saving the last weights in full" in caplog.text
+    assert "not saved" not in caplog.text
 
 
 def test_what_keeps_engines_from_their_work_is_said_once(run, caplog):

@@ -63,9 +63,8 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
     gpu_memory_share: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """Share of each GPU's memory that the engine may use, and that must be free when it starts."""
     dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8_e4m3"] = "bfloat16"
-    """Type of weights and activations; auto is what the model's config.json says. With fp8_e4m3 the matrices
-    of a dense model's layers have 8 bits, and so have activations where they are multiplied by these, with
-    scales for rows and tokens; all else is bfloat16."""
+    """Type of weights and activations; auto is what the model's config.json says. With fp8_e4m3 matrices of a
+    dense model's layers and their inputs have 8 bits, scaled by rows and tokens; all else is bfloat16."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
     """Type of cached keys and values; auto is that of activations. With fp8_e4m3 there is room for twice as
     many tokens, sampled from coarser log-probabilities, which are recorded as they are. Models whose keys
@@ -84,8 +83,8 @@ class Vllm(Plugin, Engine, frozen=True, kw_only=True):
     model with at most 255 experts, and a GPU."""
     speculation: Literal["", "ngram"] = ""
     """How tokens are proposed of which one forward pass checks several; empty: none are. ngram: those that
-    followed the same tokens earlier in prompt or answer, which is fast where answers repeat text, as edits
-    do. The distribution and its log-probabilities stay the model's. It needs numba."""
+    followed the same tokens before, which may be fast where answers repeat text. The distribution and its
+    log-probabilities stay the model's. It needs numba."""
     load_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
     """Seconds until an engine is healthy, after its start and after its connection was lost, and until it
     answers while weights are updated or probed; a slower engine is replaced."""

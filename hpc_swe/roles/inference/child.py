@@ -39,8 +39,10 @@ class Child:
         Processes whose names begin with `vital` must not end before the command does.
         """
         self.output, self._vital = output, vital.encode()
+        self._found: dict[int, tuple[str, str]] = {}
+        """Process id -> start time and name of each process with such a name at the last look."""
         self._seen: dict[int, tuple[str, str]] = {}
-        """Process id -> start time and name of each vital process."""
+        """Those found twice: a child bears its parent's name until it runs a program."""
         self._stopped, self._due = StoppedProcesses(), 0.0
         self._folder = scratch.make()  # also removes folders of engines killed together with their guard
         guard = [sys.executable, "-P", "-m", "hpc_swe.roles.inference.guard", str(self._folder), *command]
@@ -59,7 +61,7 @@ class Child:
             )
 
     def require_alive(self) -> None:
-        """Raise EngineError, with its log, if a process ended; NoAnswer if one stays stopped."""
+        """Raise EngineError, with its log, if the engine ended; NoAnswer if one of its processes fails it."""
         if self._guard.poll() is not None:
             raise EngineError(f"the engine ended; see {self.output}")
         if time.monotonic() < self._due:
@@ -71,15 +73,17 @@ class Child:
             raise NoAnswer(f"process {stopped[0]} of the engine is stopped")
 
     def _require_vital(self, below: Sequence[int]) -> None:
-        """Raise EngineError if a vital process ended: the server above it may answer no more."""
+        """Raise NoAnswer if a vital process ended: the server above it may answer no more."""
         for pid, (began, name) in self._seen.items():
             if start_time(pid) != began:
-                raise EngineError(f"{name}, process {pid} of the engine, ended; see {self.output}")
+                raise NoAnswer(f"{name}, process {pid} of the engine, has ended")
+        before, self._found = self._found, {}
         for pid in below if self._vital else ():
             with contextlib.suppress(OSError):  # it ended meanwhile
                 comm = Path(f"/proc/{pid}/comm").read_bytes().strip()
                 if comm.startswith(self._vital) and (start := start_time(pid)):
-                    self._seen[pid] = start, comm.decode(errors="replace")
+                    self._found[pid] = start, comm.decode(errors="replace")
+        self._seen |= {pid: each for pid, each in self._found.items() if before.get(pid) == each}
 
     def stop(self, killed_s: float = KILLED_S) -> None:
         """End the engine, and return when none of its processes is left.

@@ -25,7 +25,7 @@ class Order(Enum):
     """List the orders that all ranks obey."""
 
     DRAIN = auto()
-    """The run ends here: save a checkpoint, publish full weights, and exit with 0."""
+    """The run ends: save a checkpoint, publish a full version where the last one is a delta, exit with 0."""
     LEAVE = auto()
     """The scheduler takes the node: save a checkpoint, and exit with 0."""
     STOP = auto()
@@ -88,10 +88,10 @@ class BatchSource:
         active = orders.active(self._run)
         if "STOP" in active:
             return Order.STOP
-        if self._interrupted():
-            return Order.LEAVE
         if "DRAIN" in active or "FINISHED" in active:  # a run may have ended early
             return Order.DRAIN
+        if self._interrupted():
+            return Order.LEAVE
         try:
             return folders.manifest(self._run.batch(step), BatchManifest)
         except FileNotFoundError:

@@ -142,10 +142,10 @@ def _save_if_due(learner: Learner, publisher: Publisher[Learner], clock: SaveClo
 
 def _obey(order: Order, publisher: Publisher[Learner]) -> bool:
     log.info("order %s", order.name)
-    if order is Order.REPUBLISH or (order is Order.DRAIN and publisher.ends_in_delta):
-        publisher.republish_weights()  # before the checkpoint, for which an interrupted command waits
     if order in (Order.DRAIN, Order.LEAVE):
         publisher.publish_checkpoint()
+    if order is Order.REPUBLISH or (order is Order.DRAIN and publisher.ends_in_delta):
+        publisher.republish_weights()
     return order is not Order.REPUBLISH
 
 

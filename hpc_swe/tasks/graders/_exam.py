@@ -136,7 +136,9 @@ class Exam:
         )
         self._task_in_sandbox = msgspec.structs.replace(task, files=files)
         self._arguments = [*pytest_command.FEWER_PLUGINS, *_OPTIONS]
-        self._arguments += [*pytest_command.arguments(task), _NO_TRACEBACKS, self.canaries]
+        own = pytest_command.arguments(task)
+        options = own.index("--") if "--" in own else len(own)
+        self._arguments += [*own[:options], _NO_TRACEBACKS, *own[options:], self.canaries]
 
     def run(self, sandboxes: Sandboxes, *options: str) -> tuple[CommandResult, TestReport]:
         """Run the tests; the report of a patch is empty when they did not come to their end.

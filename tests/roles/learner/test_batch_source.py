@@ -72,7 +72,8 @@ def test_orders_come_before_batches_and_stop_before_drain(run):
 def test_a_finished_run_needs_no_learner_but_its_last_state(run):
     publish_batch(run, 0)
     run.finished.touch()
-    assert BatchSource(run, 60, 0.01).wait(0) is Order.DRAIN
+    for is_interrupted in (False, True):
+        assert BatchSource(run, 60, 0.01, lambda is_so=is_interrupted: is_so).wait(0) is Order.DRAIN
 
 
 def test_a_signal_of_the_scheduler_is_no_end_of_the_run(run):
