@@ -98,7 +98,10 @@ def _boot_and_namespace() -> str:
 
 
 def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
+    try:
+        return path.read_text().splitlines()
+    except FileNotFoundError:  # no owner, no shared memory, or another process removes the folder
+        return []
 
 
 def _places() -> list[Path]:

@@ -22,6 +22,7 @@ files.
 import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -51,11 +52,7 @@ from tests.kit.ranks import tiny
 
 CUDA = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", "bfloat16") if CUDA else ("cpu", "float32")
-GPU = Vllm(
-    kv_cache_bytes=1 << 31,
-    gpu_memory_share=0.1,
-    environ={"VLLM_USE_FLASHINFER_SAMPLER": "0"},
-)
+GPU = Vllm(kv_cache_bytes=1 << 31, gpu_memory_share=0.1, environ={"VLLM_USE_FLASHINFER_SAMPLER": "0"})
 ALONE, PAIRS = (
     ("dense", "qwen2", "llama", "mistral", "ministral", "experts", "lora"),
     ("qwen2-2", "experts-2", "lora-2"),
@@ -375,14 +372,15 @@ def main() -> int:
     print(torch.__version__, torch.cuda.get_device_name() if CUDA else "CPU", flush=True)
     failed = 0
     for name in names:
-        with tempfile.TemporaryDirectory() as folder:
-            try:
+        try:
+            with tempfile.TemporaryDirectory() as folder:
                 for row in Comparison(name, Path(folder)).rows():
                     print(row, flush=True)
                     failed += not row.passed
-            except EngineError as error:
-                print(f"FAIL {error}", flush=True)
-                failed += 1
+        except Exception as error:  # noqa: BLE001 - the next case has an engine and a folder of its own
+            print(f"FAIL {name:9} {error}", flush=True)
+            traceback.print_exc()
+            failed += 1
     print(f"{failed} comparisons failed")
     return min(failed, 1)
 

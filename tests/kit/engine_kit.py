@@ -40,12 +40,7 @@ TOKEN = "secret"
 V0 = WeightVersion()
 VOCABULARY = 2048
 EOS = 2
-CPU = Vllm(
-    max_num_seqs=16,
-    kv_cache_bytes=1 << 27,
-    dtype="float32",
-    device="cpu",
-)
+CPU = Vllm(max_num_seqs=16, kv_cache_bytes=1 << 27, dtype="float32", device="cpu")
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,

@@ -146,7 +146,7 @@ def test_an_engine_says_how_long_requests_waited_for_room(tmp_path: Path) -> Non
         page = httpx.get(f"{url}/metrics", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60).text
     [preempted] = re.findall(r"^vllm:num_preemptions_total\S* (\S+)$", page, re.MULTILINE)
     assert float(preempted) > 0
-    assert spent.full_s > 0.3 * spent.decode_s
+    assert 0.1 * spent.decode_s < spent.full_s <= spent.decode_s
     assert spent.paused_s == 0
 
 
