@@ -118,12 +118,12 @@ def work(run: RunDir, config: RunConfig) -> None:
 def _limits(run: RunDir, config: RunConfig) -> dict[Role, float]:
     """Return, for each role, the seconds without progress after which it is stuck; empty where none ever is.
 
-    A worker may be in one action of an agent for its time-out, or in one run of tests for twice its time-out.
+    A worker may be in one action of an agent for its time-out, or in one run of tests for all its time.
     """
     limits = config.stuck_limits if config.supervision.stuck_s else {}
     if limits and config.mode != "sft":
         known = [task for found in tasks.read(run.tasks).values() for task in found]
-        limits["reward"] = max([limits["reward"], *(4 * task.tests.timeout_s for task in known)])
+        limits["reward"] = max([limits["reward"], *(2 * config.grader.longest_s(task) for task in known)])
     return limits
 
 

@@ -36,8 +36,8 @@ def work_alone(run: RunDir, config: RunConfig) -> None:
 
 def _resources(run: RunDir, config: RunConfig, sandboxes: WatchedSandboxes) -> RewardResources:
     known, stuck_s = graded(run), config.supervision.stuck_s
-    longest_s = max((task.tests.timeout_s for task in known.values()), default=0.0)
-    hung_s = max(stuck_s / 2, 3 * longest_s) if stuck_s else math.inf  # the coordinator waits longer
+    longest_s = max(map(config.grader.longest_s, known.values()), default=0.0)
+    hung_s = max(stuck_s / 2, 1.5 * longest_s) if stuck_s else math.inf  # the coordinator waits longer
     return RewardResources(
         tasks=known,
         patience=alone.Patience(hung_s=hung_s, progressed=sandboxes.note),

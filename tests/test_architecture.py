@@ -29,19 +29,19 @@ FILE_LINES = 400
 LONGER: dict[str, int] = {}
 FUNCTION_LINES, USUAL_FUNCTION_LINES = 60, 28
 TEST_NAME = 70
-TEST_LINES = 54_045  # of all tests and what they share; it may only fall, towards 42,000
+TEST_LINES = 54_028  # of all tests and what they share; it may only fall, towards 42,000
 # Lines of each package: what it has, rounded up. Who adds much notices, and says why.
 BUDGETS = {
     "hpc_swe": 85,
-    "hpc_swe/agents": 99,  # shows failures with less parsing
+    "hpc_swe/agents": 112,  # shows failures with less parsing
     "hpc_swe/agents/chat": 1_303,  # four forms of tool calls
     "hpc_swe/agents/loops": 803,  # answers of models that call no tools
-    "hpc_swe/agents/sandboxes": 2_820,  # says how busy a command was; lists each folder once
-    "hpc_swe/agents/tools": 1_794,
+    "hpc_swe/agents/sandboxes": 2_841,  # says how busy a command was; lists each folder once
+    "hpc_swe/agents/tools": 1_795,
     "hpc_swe/base": 1_609,  # finds what a wheel brings; says which class to inherit; the interval of a share
     "hpc_swe/base/records": 653,
     "hpc_swe/base/store": 1_962,  # lets a group read a part of a run
-    "hpc_swe/cluster": 621,
+    "hpc_swe/cluster": 640,
     "hpc_swe/cluster/executors": 926,  # jobs run from a file of their node
     "hpc_swe/config": 1_327,  # harbor and its grader; says what has become of removed keys
     "hpc_swe/demo": 933,  # builds its image; what a published model learns, with controls, in one command
@@ -62,7 +62,7 @@ BUDGETS = {
     "hpc_swe/roles/reward": 359,
     "hpc_swe/roles/rollout": 1_959,  # four APIs of agent programs
     "hpc_swe/tasks": 2_114,  # reads sets of repositories in their own columns
-    "hpc_swe/tasks/graders": 5_712,  # says whose file does what, of inherited tests, too; finds links
+    "hpc_swe/tasks/graders": 5_728,  # says whose file does what, of inherited tests, too; finds links
     "hpc_swe/tasks/sets": 2_068,  # reads published sets in their columns; refuses what Docker reads otherwise
     "hpc_swe/view": 719,
     "hpc_swe/view/benchmarks": 850,

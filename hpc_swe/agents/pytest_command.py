@@ -1,7 +1,9 @@
 """Build the command that runs a task's tests."""
 
+import os
 import posixpath
 import shlex
+from collections.abc import Collection
 
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.records import Task
@@ -15,6 +17,8 @@ Without the options of the plugin "debugging" every test of a unittest.TestCase 
 
 _NO_WARNING = ["-W", "ignore:Module already imported"]
 """The warm interpreter loads plugins before pytest can rewrite their assertions, and pytest would say so."""
+
+_SETTINGS = ("pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg")
 
 _SHOWN_FAST = """
 class ShownFast:
@@ -56,6 +60,15 @@ def arguments(task: Task) -> list[str]:
     raise ConfigError(
         f"task {task.task_id}: tests.command {task.tests.command!r} is not 'python -m pytest ...'"
     )
+
+
+def own_settings(files: Collection[str]) -> list[str]:
+    """Return options with which pytest reads settings of these files alone, and none of a folder above.
+
+    The work directory of a `process` sandbox lies where all users may write.
+    """
+    has_own = any(name in files for name in _SETTINGS)
+    return [*([] if has_own else ["-c", os.devnull]), "--rootdir=.", "--confcutdir=."]
 
 
 def visible(task: Task) -> list[str]:

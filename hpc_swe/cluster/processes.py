@@ -79,6 +79,25 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def number_of(handle: int) -> int:
+    """Return the number of a pidfd's process; -1 when that has ended."""
+    lines = Path(f"/proc/self/fdinfo/{handle}").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pid:"))
+
+
+def starved_s(pid: int) -> float:
+    """Return how long a thread of the process, or of one below it, was ready to run and had no processor.
+
+    This is the longest such time of all threads, in seconds since each began; 0 where the kernel counts none.
+    """
+    waited_ns = [0]
+    for each in (pid, *descendants(pid)):
+        for file in Path(f"/proc/{each}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError, IndexError):  # it ended meanwhile
+                waited_ns.append(int(file.read_text().split()[1]))
+    return max(waited_ns) / 1e9
+
+
 def leader(pid: int) -> int:
     """Return the leader of a process's group; 0 when there is no such process."""
     fields = _stat(pid)

@@ -290,8 +290,8 @@ class SupervisionConfig(Record, frozen=True, kw_only=True):
     stuck_s: Annotated[float, Meta(ge=0)] = 7200.0
     """A part that has work and accomplishes nothing for this long is restarted; 0 restarts none. It must be
     longer than a learner's start, step and validation, and than an engine takes to load weights. After each
-    restart a learner gets this long once more. Rollout workers have at least twice their
-    longest time-out, reward workers four times theirs."""
+    restart a learner gets this long once more. Rollout workers have at least twice their longest time-out,
+    reward workers twice the longest run of tests."""
 
 
 class RunConfig(Record, frozen=True, kw_only=True):

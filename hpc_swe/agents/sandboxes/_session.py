@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,6 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from hpc_swe.agents.sandboxes import _inside
+from hpc_swe.agents.sandboxes._deadline import answer, own_time
 from hpc_swe.agents.sandboxes._exchange import (
     OUTPUT_BYTES,
     PipedProgram,
@@ -50,9 +52,7 @@ serve = "import socket; s = socket.socket(fileno=0); p = s.recv(1 << 17).decode(
 os.execve(sys.executable, [sys.executable, "-I", "-c", serve], kept)
 """
 GRACE_S = 15.0
-"""Seconds after which the host enforces a command's time limit, should the sandbox fail to."""
-CLOCK_CHECK_S = 0.2
-"""Seconds between two readings of a clock other than wall time."""
+"""Seconds in which process 1 must answer a request, and have ended a command."""
 ENDING_S = 3.0
 """Seconds to wait for a container's end after one of its sandboxes ended."""
 _FUSE_ERRORS = (errno.ENOTCONN, errno.ECONNABORTED, errno.ESTALE, errno.EIO)
@@ -204,11 +204,11 @@ class Session:
         self.target = self._attributed(tree.target)
 
     def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
-        return self._execute("shell", command, timeout_s, clock)
+        return self._execute("shell", command, timeout_s, clock or time.monotonic)
 
     def python(self, program: str, timeout_s: float) -> CommandResult:
         """Run a Python program in a fork of the warm interpreter."""
-        return self._execute("python", program, timeout_s, None)
+        return self._execute("python", program, timeout_s, own_time(self._process, timeout_s))
 
     def listen(self, port: int) -> socket.socket:
         """Return a listening socket that process 1 makes and passes to the host."""
@@ -238,10 +238,10 @@ class Session:
         try:
             self._host.settimeout(GRACE_S)
             self._send(request, files)
-            answer = self._host.recv(4096)
+            said = self._host.recv(4096)
         except OSError:
-            answer = b""
-        if answer != b"session":
+            said = b""
+        if said != b"session":
             raise SessionEnded(self._broken().output, broke_sandbox=True)
 
     def _send(self, request: bytes, files: list[int]) -> None:
@@ -279,40 +279,31 @@ class Session:
         try:
             self._host.settimeout(GRACE_S)
             self._host.send(b'{"kind": "end"}')
-            answer = self._host.recv(4096)
+            said = self._host.recv(4096)
         except OSError:
-            answer = b""
-        if answer != b"ended":
+            said = b""
+        if said != b"ended":
             self._broken()
 
-    def _execute(self, kind: str, program: str, timeout_s: float, clock: Clock | None) -> CommandResult:
+    def _execute(self, kind: str, program: str, timeout_s: float, clock: Clock) -> CommandResult:
         if self._is_broken:
             return GONE
         with _memory(program.encode()) as source, _memory(b"") as output:
             try:
-                self._host.settimeout(timeout_s + GRACE_S)
-                request = json.dumps({"kind": kind, "timeout_s": None if clock else timeout_s}).encode()
-                self._send(request, [source, output])
-                answer = self._await(timeout_s, clock) if clock else self._host.recv(4096)
+                self._host.settimeout(GRACE_S)
+                self._send(json.dumps({"kind": kind}).encode(), [source, output])
+                if (said := answer(self._host, timeout_s, clock)) is None:
+                    self._host.settimeout(GRACE_S)
+                    self._host.send(b"stop")
+                    said = self._host.recv(4096)
             except OSError:
-                answer = b""
-            if not answer.startswith(b"{"):  # no answer, or the error of process 1
+                said = b""
+            if not said.startswith(b"{"):  # no answer, or the error of process 1
                 return self._broken()
             text = collected(output, OUTPUT_BYTES, self._limits.file_mb)
-            result = CommandResult(output=text, **json.loads(answer))
+            result = CommandResult(output=text, **json.loads(said))
             self._container.require_alive()  # a command that finds no files any more may still exit with 0
             return result
-
-    def _await(self, timeout_s: float, clock: Clock) -> bytes:
-        """Return the answer to a command whose time limit is measured by `clock`."""
-        deadline = clock() + timeout_s
-        while (left_s := deadline - clock()) > 0:
-            self._host.settimeout(min(left_s, CLOCK_CHECK_S))
-            with suppress(TimeoutError):
-                return self._host.recv(4096)
-        self._host.settimeout(GRACE_S)
-        self._host.send(b"stop")
-        return self._host.recv(4096)
 
     def _attributed(self, access: Callable[_P, _T]) -> Callable[_P, _T]:
         """Attribute an OSError of `access` to the policy only while the container is alive."""

@@ -21,6 +21,8 @@ INTERRUPT = signal.SIGRTMIN + 7
 """Signal that asks the program of a session to answer; programs seldom use it for themselves."""
 NICE = 10
 """Niceness added to every process of a sandbox, so that workers, engines and learners come first."""
+LONGEST = 5
+"""How many times its time limit a Python program may take where it waits for a processor."""
 Clock = Callable[[], float]
 """Returns seconds; they may stand still, and infinity ends what is timed."""
 
@@ -99,7 +101,11 @@ class Sandbox(Protocol):
         """Run a shell command in the work directory. Its time is wall time, or that of `clock`."""
 
     def python(self, program: str, timeout_s: float) -> CommandResult:
-        """Run a Python program in the work directory, isolated as by ``python3 -I``."""
+        """Run a Python program in the work directory, isolated as by ``python3 -I``.
+
+        Of its time does not count how long it waited for a processor; but after LONGEST times as much of wall
+        time it ends, too.
+        """
 
     def session(self, program: str, python: str = "") -> AbstractContextManager[ProgramSession]:
         """Run a Python program as ``python -I`` does, until exit; one session may be open at a time.

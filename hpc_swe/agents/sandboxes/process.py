@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import BinaryIO, ClassVar
 
+from hpc_swe.agents.sandboxes._deadline import answer, own_time
 from hpc_swe.agents.sandboxes._exchange import OUTPUT_BYTES, PipedProgram, collected, passed_on, pipes
 from hpc_swe.agents.sandboxes._inside.program import thread_variables
 from hpc_swe.agents.sandboxes._interpreter import Command
@@ -38,8 +39,6 @@ MARK = "HPC_SWE_SANDBOX"
 """Environment variable of all its processes; a process shows the environment with which it began."""
 SESSION_MARK = "HPC_SWE_SESSION"
 """Environment variable of a session's processes, which go on when a command ends."""
-CLOCK_CHECK_S = 0.2
-"""Seconds between two readings of a clock other than wall time."""
 STOP_S = 15.0
 """Seconds in which a command's reaper must end all its processes."""
 
@@ -81,7 +80,7 @@ class _Folder(Tree):
 
     def python(self, program: str, timeout_s: float) -> CommandResult:
         """Run a Python program in a fork of the warm interpreter."""
-        return self._run("python", program, timeout_s, time.monotonic)
+        return self._run("python", program, timeout_s, None)
 
     @contextmanager
     def session(self, program: str, python: str = "") -> Iterator[ProgramSession]:
@@ -108,18 +107,17 @@ class _Folder(Tree):
         with boundary(SandboxError, "listen on a free port"):
             return socket.create_server(("127.0.0.1", 0))
 
-    def _run(self, kind: str, program: str, timeout_s: float, clock: Clock) -> CommandResult:
+    def _run(self, kind: str, program: str, timeout_s: float, clock: Clock | None) -> CommandResult:
         command = Command(kind, self._home, self._environment())
         with _text(program) as source, tempfile.TemporaryFile() as output:
-            with command.running(source.fileno(), output.fileno()) as (host, _):
-                answer = _await(host, timeout_s, clock)
-                if timed_out := answer is None:
-                    answer = _stop(host)
-            if not answer:  # a process of the sandbox has killed the reaper, or stopped it
+            with command.running(source.fileno(), output.fileno()) as (host, first):
+                code = answer(host, timeout_s, clock or own_time(first, timeout_s))
+                if timed_out := code is None:
+                    code = _stop(host)
+            if not code:  # a process of the sandbox has killed the reaper, or stopped it
                 _kill_all(self._home, but=SESSION_MARK)
             text = collected(output.fileno(), OUTPUT_BYTES)
-        code = 137 if timed_out else int(answer or 137)
-        return CommandResult(exit_code=code, output=text, timed_out=timed_out)
+        return CommandResult(137 if timed_out else int(code or 137), text, timed_out=timed_out)
 
     def _environment(self) -> dict[str, str]:
         path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
@@ -133,16 +131,6 @@ def _text(program: str) -> Iterator[BinaryIO]:
     with tempfile.TemporaryFile() as file:
         os.pwrite(file.fileno(), program.encode(), 0)
         yield file
-
-
-def _await(host: socket.socket, timeout_s: float, clock: Clock) -> bytes | None:
-    """Return a command's exit code, nothing if its reaper has ended, or None when the time is over."""
-    deadline = clock() + timeout_s
-    while (left_s := deadline - clock()) > 0:
-        host.settimeout(min(left_s, CLOCK_CHECK_S))
-        with suppress(TimeoutError):
-            return host.recv(16)
-    return None
 
 
 def _stop(host: socket.socket) -> bytes:

@@ -23,7 +23,8 @@ class Evaluate(Plugin, Tool, frozen=True, kw_only=True):
         if problem := self.why_not(task):
             raise ToolError(problem)
         visible = pytest_command.visible(task)
-        result = sandbox.python(pytest_command.program([*self.options, *visible]), self.timeout_s)
+        options = [*pytest_command.own_settings(task.files), *self.options]
+        result = sandbox.python(pytest_command.program([*options, *visible]), self.timeout_s)
         if result.broke_sandbox:
             raise SandboxBroken("The tests ended the sandbox.")
         return result

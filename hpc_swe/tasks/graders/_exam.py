@@ -23,7 +23,7 @@ SET_UP = {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.to
 SET_UP |= {"pyproject.toml", "sitecustomize.py", "usercustomize.py"}
 _OUTCOMES = {"passed", "failed", "skipped"}
 """Outcomes of pytest itself; plugins that repeat a test report others for runs that do not count."""
-_OPTIONS = ["-s", "--assert=plain", "--rootdir=.", "--continue-on-collection-errors"]
+_OPTIONS = ["-s", "--assert=plain", "--continue-on-collection-errors"]
 _NO_TRACEBACKS = "--tb=no"
 """It overrides a task's own style, for which pytest would parse the files of each traceback anew."""
 
@@ -107,6 +107,16 @@ def _joined(modules: Mapping[str, Sealed]) -> _Answers:
     )
 
 
+def processor_s(task: Task) -> int:
+    """Return the seconds of processor time that each process of a task's tests may use."""
+    return math.ceil(task.tests.timeout_s)
+
+
+def wall_s(task: Task) -> int:
+    """Return the seconds that all tests may take where they wait for no processor."""
+    return 2 * processor_s(task)
+
+
 class Exam:
     """Run a task's tests on some files, and compare their answers outside the sandbox."""
 
@@ -120,7 +130,6 @@ class Exam:
     ) -> None:
         """Lay out the patched files, but for those that judge: also `kept` ones stay as they were."""
         self.task, self._is_base = task, is_base
-        self.processor_s = math.ceil(task.tests.timeout_s)
         self.answers = _joined(modules)
         self.canaries = f"test_{secrets.token_hex(8)}.py"
         given = {path: text for path, text in task.files.items() if is_set_up(path) or path in kept}
@@ -135,7 +144,7 @@ class Exam:
             f"def test_bad():\n    assert {number} + 1 == {number + 2}\n"
         )
         self._task_in_sandbox = msgspec.structs.replace(task, files=files)
-        self._arguments = [*pytest_command.FEWER_PLUGINS, *_OPTIONS]
+        self._arguments = [*pytest_command.FEWER_PLUGINS, *pytest_command.own_settings(files), *_OPTIONS]
         own = pytest_command.arguments(task)
         options = own.index("--") if "--" in own else len(own)
         self._arguments += [*own[:options], _NO_TRACEBACKS, *own[options:], self.canaries]
@@ -143,22 +152,22 @@ class Exam:
     def run(self, sandboxes: Sandboxes, *options: str) -> tuple[CommandResult, TestReport]:
         """Run the tests; the report of a patch is empty when they did not come to their end.
 
-        Each process may use `processor_s` of processor time, which ends a loop. Twice as much wall time ends
-        tests that wait, and bounds what a loop takes on a busy host.
+        Each process may use `processor_s` of processor time, which ends a loop. Twice as much time ends tests
+        that wait, but on a busy host not for a processor: a right repair resolves there, too.
         """
-        return run_reliably(lambda: self._run(sandboxes, *options), lambda _: False, 2 * self.processor_s)
+        return run_reliably(lambda: self._run(sandboxes, *options), lambda _: False, wall_s(self.task))
 
     def _run(self, sandboxes: Sandboxes, *options: str) -> tuple[CommandResult, TestReport]:
         report_path, key = f".{secrets.token_hex(16)}", secrets.token_hex(16)
         files = [*self.task.tests.files, self.canaries]
         recorder = f"make_recorder(load_apart({guard_text()!r}), {report_path!r}, {files!r})"
-        calls = f"limit_time({self.processor_s})\nRECORDER = {recorder}\n"
+        calls = f"limit_time({processor_s(self.task)})\nRECORDER = {recorder}\n"
         calls += f"main({[*options, *self._arguments]!r})\n"
         program = "\n\n".join([*sandbox_texts("apart", "always_equal", "hooks", "runner"), calls])
         with sandboxes.open(self._task_in_sandbox) as sandbox:
             began_ns = file_time_ns()
             add_files(sandbox, {f"{report_path}{KEY}": key}, "write the key of a report")
-            result = sandbox.python(program, 2 * self.processor_s)
+            result = sandbox.python(program, wall_s(self.task))
             try:
                 report = self._parse(verified_lines(sandbox.read(report_path), key))
             except (OSError, msgspec.MsgspecError, ValueError, RecursionError):  # the patch's code wrote it

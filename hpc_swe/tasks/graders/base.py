@@ -57,6 +57,10 @@ class Grader(ABC):
     reports_outcomes: ClassVar[bool] = False
     """Whether `outcomes` reports every test of a run."""
 
+    def longest_s(self, task: Task) -> float:
+        """Return the most seconds that one run of a task's tests takes, in which it opens no sandbox."""
+        return task.tests.timeout_s
+
     @abstractmethod
     def grade(self, task: Task, patch: str, sandboxes: Sandboxes) -> Score:
         """Judge a patch in fresh sandboxes that no agent has touched.

@@ -16,11 +16,11 @@ from typing import ClassVar
 
 from msgspec.structs import replace
 
-from hpc_swe.agents.sandboxes.base import CommandResult, Sandboxes
+from hpc_swe.agents.sandboxes.base import LONGEST, CommandResult, Sandboxes
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.records import Score, Task
 from hpc_swe.tasks.graders._base import Base, base_of
-from hpc_swe.tasks.graders._exam import Exam, Places, TestReport, sealed_modules
+from hpc_swe.tasks.graders._exam import Exam, Places, TestReport, processor_s, sealed_modules, wall_s
 from hpc_swe.tasks.graders._images import require_pytest
 from hpc_swe.tasks.graders._sealing.sealed import Sealed
 from hpc_swe.tasks.graders.base import HiddenTestGrader, Inspection, charges, ending
@@ -52,6 +52,9 @@ class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
     sealed: ClassVar[bool] = True  # expected values stay outside the sandbox
     accept_unsealed: bool = False
     """Whether runs take checked tasks of which no expected value can stay outside; else they are unsealed."""
+
+    def longest_s(self, task: Task) -> float:
+        return LONGEST * wall_s(task)
 
     def grade(self, task: Task, patch: str, sandboxes: Sandboxes) -> Score:
         """Grade a patch; an empty one starts no sandbox."""
@@ -149,7 +152,7 @@ class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
             detail = f"values of {', '.join(values)} equal everything"
             return self.score(task, "cheated", (), detail, seconds)
         is_long = ran.result.exit_code == 128 + signal.SIGXCPU
-        detail = f"the tests used more than {exam.processor_s} s of processor time; " * is_long
+        detail = f"the tests used more than {processor_s(task)} s of processor time; " * is_long
         detail += ending(ran.result) + _SEALED * bool(exam.answers.checks)
         if ran.kept:
             detail += f"\n(put back, since tests are from them: {', '.join(sorted(ran.kept))})"

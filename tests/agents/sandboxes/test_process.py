@@ -65,6 +65,23 @@ def test_time_ends_a_command_and_what_it_left_running(task):
         assert "late" not in sandbox.paths()
 
 
+@pytest.mark.parametrize("kind", ["process", "apptainer"])
+def test_the_time_of_tests_leaves_out_how_long_a_busy_host_lets_them_wait(task, kind, request):
+    sandboxes = Process() if kind == "process" else request.getfixturevalue(kind)
+    spins = f"import os; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})\nwhile True: pass"
+    busy = [subprocess.Popen([sys.executable, "-c", spins]) for _ in range(2)]
+    took = []
+    with sandboxes.open(task) as sandbox:
+        for program in (spins, "import time; time.sleep(60)"):
+            began = time.monotonic()
+            assert sandbox.python(program, 0.5).timed_out
+            took.append(time.monotonic() - began)
+    for each in busy:
+        each.kill()
+        each.wait()
+    assert took[0] > max(2, took[1])
+
+
 def test_a_file_that_cannot_be_laid_out_is_the_host_s_error(task):
     import msgspec
 

@@ -93,11 +93,7 @@ def reference(model: Path, prompt: list[int], completion: list[int]) -> np.ndarr
 
 
 def sample(
-    server: Server,
-    prompt: list[int],
-    sampling: Sampling = PLAIN,
-    engine: Vllm = CPU,
-    prefix: Prefix = NEW,
+    server: Server, prompt: list[int], sampling: Sampling = PLAIN, engine: Vllm = CPU, prefix: Prefix = NEW
 ) -> Completion:
     return engine.generate(server.url, TOKEN, np.asarray(prompt, np.int32), sampling, 180.0, prefix)
 

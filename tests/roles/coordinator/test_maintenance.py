@@ -5,13 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_swe.base.records import (
-    CoordinatorState,
-    EndpointTable,
-    RolloutRequest,
-    StatusReport,
-    WeightVersion,
-)
+from hpc_swe.base.records import CoordinatorState, EndpointTable, RolloutRequest, StatusReport, WeightVersion
 from hpc_swe.base.store import atomic, folders
 from hpc_swe.base.store.spool import Spool
 from hpc_swe.config.settings import RetentionConfig
@@ -21,16 +15,7 @@ from hpc_swe.roles.coordinator.maintenance import ORPHAN_S
 from hpc_swe.roles.coordinator.retention import first_kept_batch, kept_checkpoints, superseded
 from hpc_swe.roles.coordinator.snapshot import Progress
 from tests.kit.constants import varied
-from tests.kit.coordinator_kit import (
-    KEPT,
-    Clock,
-    export,
-    make_maintenance,
-    requests_of,
-    save,
-    show,
-    training,
-)
+from tests.kit.coordinator_kit import KEPT, Clock, export, make_maintenance, requests_of, save, show, training
 from tests.kit.crash import in_child, refuse
 
 PROGRESS = Progress("the learner", 3, {"reward/mean": [0.5]}, ["train-000001-00 a0: engine"])

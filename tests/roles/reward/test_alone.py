@@ -21,7 +21,6 @@ from hpc_swe.config import config as configuration
 from hpc_swe.config.settings import SupervisionConfig
 from hpc_swe.launch import control, existing
 from hpc_swe.roles.reward.alone import Patience, watch
-from hpc_swe.tasks.graders._exam import Exam
 from hpc_swe.tasks.graders.base import GRADER_BROKE
 from jobs import coordinator, reward
 from tests.kit.checkout import ROOT, environment
@@ -122,9 +121,7 @@ def test_no_verdict_comes_before_tests_have_slept_for_all_their_time(run):
     resources = reward._resources(run, config, WatchedSandboxes(config.sandbox))
     task, *_ = resources.tasks.values()
     assert (
-        2 * Exam(task, task.files, {}).processor_s
-        < resources.patience.hung_s
-        < coordinator._limits(run, config)["reward"]
+        config.grader.longest_s(task) < resources.patience.hung_s < coordinator._limits(run, config)["reward"]
     )
 
 

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from hpc_swe.agents.sandboxes.process import Process
+from hpc_swe.agents.tools.evaluate import Evaluate
 from hpc_swe.base.records import TestPlan
 from hpc_swe.tasks.graders._exam import Exam
 from hpc_swe.tasks.graders.base import RESOLVED
@@ -13,6 +14,7 @@ from hpc_swe.tasks.graders.pytest import Pytest
 from hpc_swe.tasks.graders.swebench import Swebench
 from hpc_swe.tasks.patch import difference
 from tests.kit.cheats.cheat_task import RIGHT, TASK
+from tests.kit.constants import varied
 
 HIDDEN = """import pytest
 
@@ -49,6 +51,16 @@ def task_that_hangs(marks, times, hidden=HIDDEN):
 
 def outcome(task):
     return Pytest().grade(task, difference("mod.py", task.files["mod.py"], RIGHT), Process()).outcome
+
+
+def test_settings_above_a_sandbox_change_nothing(tmp_path):
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --collect-only\n")
+    (tmp_path / "conftest.py").write_text("raise SystemExit(3)\n")
+    patch = difference("mod.py", TASK.files["mod.py"], RIGHT)
+    sandboxes = varied(Process, scratch=str(tmp_path))()
+    assert Pytest().grade(TASK, patch, sandboxes).outcome == "resolved"
+    with sandboxes.open(TASK) as sandbox:
+        assert "1 failed, 1 passed" in Evaluate()(sandbox, TASK)
 
 
 def at_once(text):

@@ -8,7 +8,7 @@ process 1 of the sandbox: nothing inside can kill, trace or outlive it, and when
 and the kernel ends all the rest.
 
     container  <- settings, then one socket per sandbox
-    sandbox    -> b"process" + pidfd, b"ready" + work directory  <- {"kind", "timeout_s"} + program, output
+    sandbox    -> b"process" + pidfd, b"ready" + work directory  <- {"kind"} + program, output
                -> b"listening" + socket                          <- {"kind": "listen", "port"}
                -> b"session"           <- {"kind": "session", "python"} + program, output, requests, answers
                -> nothing              <- {"kind": "resume" or "pause"}, {"kind": "interrupt", "signal"}
@@ -27,7 +27,6 @@ import signal
 import socket
 import struct
 import sys
-import time
 import traceback
 from typing import Any, NoReturn
 
@@ -212,11 +211,13 @@ def run_command(
     if child == 0:
         run(request["kind"], files, workdir, settings)
     handle = os.pidfd_open(child)
-    in_time = await_end(handle, host.fileno(), request["timeout_s"], processes)
+    has_ended = await_end(handle, host.fileno(), processes)
     code = os.waitstatus_to_exitcode(processes.end(child))
     for file in (handle, *files):
         os.close(file)
-    host.send(json.dumps({"exit_code": code if code >= 0 else 128 - code, "timed_out": not in_time}).encode())
+    host.send(
+        json.dumps({"exit_code": code if code >= 0 else 128 - code, "timed_out": not has_ended}).encode()
+    )
 
 
 def start_session(
@@ -244,15 +245,11 @@ def steer_session(host: socket.socket, request: Table, processes: Processes) -> 
         processes.signal(signal.SIGCONT if request["kind"] == "resume" else signal.SIGSTOP)
 
 
-def await_end(child: int, host: int, timeout_s: float | None, processes: Processes) -> bool:
-    """Wait for a command's end, and kill it when it takes too much; return False after its time."""
-    deadline = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
-    while True:
-        left_s = max(deadline - time.monotonic(), 0.0)
-        ready = select.select([child, host], [], [], min(left_s, MEMORY_CHECK_S))[0]
-        if ready or not left_s:
-            return child in ready
+def await_end(child: int, host: int, processes: Processes) -> bool:
+    """Wait for a command's end, and kill it when it takes too much; return False if the host ends it."""
+    while not (ready := select.select([child, host], [], [], MEMORY_CHECK_S)[0]):
         processes.kill_greedy()
+    return child in ready
 
 
 def listen(host: socket.socket, port: int) -> None:
