@@ -3,7 +3,7 @@
 import os
 import posixpath
 import shlex
-from collections.abc import Collection
+from collections.abc import Mapping
 
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.records import Task
@@ -18,7 +18,9 @@ Without the options of the plugin "debugging" every test of a unittest.TestCase 
 _NO_WARNING = ["-W", "ignore:Module already imported"]
 """The warm interpreter loads plugins before pytest can rewrite their assertions, and pytest would say so."""
 
-_SETTINGS = ("pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg")
+_SETTINGS = dict.fromkeys(("pytest.toml", ".pytest.toml", "pytest.ini", ".pytest.ini"), "")
+_SETTINGS |= {"pyproject.toml": "[tool.pytest", "tox.ini": "[pytest]", "setup.cfg": "[tool:pytest]"}
+"""File of settings, in pytest's order -> what it must hold to be one."""
 
 _SHOWN_FAST = """
 class ShownFast:
@@ -62,13 +64,13 @@ def arguments(task: Task) -> list[str]:
     )
 
 
-def own_settings(files: Collection[str]) -> list[str]:
+def own_settings(files: Mapping[str, str]) -> list[str]:
     """Return options with which pytest reads settings of these files alone, and none of a folder above.
 
     The work directory of a `process` sandbox lies where all users may write.
     """
-    has_own = any(name in files for name in _SETTINGS)
-    return [*([] if has_own else ["-c", os.devnull]), "--rootdir=.", "--confcutdir=."]
+    own = [name for name, section in _SETTINGS.items() if name in files and section in files[name]]
+    return ["-c", [*own, os.devnull][0], "--rootdir=.", "--confcutdir=."]
 
 
 def visible(task: Task) -> list[str]:

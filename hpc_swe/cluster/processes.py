@@ -80,9 +80,11 @@ def descendants(pid: int) -> list[int]:
 
 
 def number_of(handle: int) -> int:
-    """Return the number of a pidfd's process; -1 when that has ended."""
-    lines = Path(f"/proc/self/fdinfo/{handle}").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pid:"))
+    """Return the number of a pidfd's process; -1 when that has ended, or is not known."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/self/fdinfo/{handle}").read_text().splitlines()
+        return next((int(line.split()[1]) for line in lines if line.startswith("Pid:")), -1)
+    return -1
 
 
 def starved_s(pid: int) -> float:
@@ -91,10 +93,13 @@ def starved_s(pid: int) -> float:
     This is the longest such time of all threads, in seconds since each began; 0 where the kernel counts none.
     """
     waited_ns = [0]
-    for each in (pid, *descendants(pid)):
-        for file in Path(f"/proc/{each}/task").glob("*/schedstat"):
+    with contextlib.suppress(OSError):  # there is no room for an open file
+        for each in (pid, *descendants(pid)) if pid > 0 else ():
             with contextlib.suppress(OSError, IndexError):  # it ended meanwhile
-                waited_ns.append(int(file.read_text().split()[1]))
+                for thread in os.listdir(f"/proc/{each}/task"):
+                    waited_ns.append(
+                        int(Path(f"/proc/{each}/task/{thread}/schedstat").read_text().split()[1])
+                    )
     return max(waited_ns) / 1e9
 
 

@@ -10,7 +10,7 @@ from subprocess import PIPE
 import pytest
 
 from hpc_swe.agents.sandboxes._session import end_namespace
-from hpc_swe.cluster.processes import Flag, completed, descendants, printed, start_time
+from hpc_swe.cluster.processes import Flag, completed, descendants, printed, start_time, starved_s
 
 # Each child is started by a thread that ends at once.
 RESTLESS = """
@@ -125,6 +125,13 @@ def test_a_late_command_is_left_although_another_process_holds_its_pipes(tmp_pat
     assert time.monotonic() - began < 300
     assert job.returncode == -9
     os.kill(int(note.read_text()), 9)
+
+
+def test_waits_for_a_processor_are_read_while_processes_end():
+    forks = "import os\nwhile True:\n    if os.fork() == 0: os._exit(0)\n    os.wait()"
+    with subprocess.Popen([sys.executable, "-c", forks]) as job:
+        assert all(starved_s(job.pid) >= 0 for _ in range(2000))
+        job.kill()
 
 
 def test_a_completed_command_has_its_code_and_its_words():

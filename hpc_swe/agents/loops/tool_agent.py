@@ -151,9 +151,10 @@ class _Bounded(SandboxWrapper):
         left_s = self.left_s
         return replace(super().run(command, min(timeout_s, left_s), clock), left_s=round(left_s, 1))
 
-    def python(self, program: str, timeout_s: float) -> CommandResult:
+    def python(self, program: str, timeout_s: float, longest_s: float = 0.0) -> CommandResult:
         left_s = self.left_s
-        return replace(super().python(program, min(timeout_s, left_s)), left_s=round(left_s, 1))
+        done = super().python(program, min(timeout_s, left_s), min(longest_s, left_s))
+        return replace(done, left_s=round(left_s, 1))
 
     @contextmanager
     def session(self, program: str, python: str = "") -> Iterator[ProgramSession]:

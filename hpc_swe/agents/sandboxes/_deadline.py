@@ -4,7 +4,7 @@ import socket
 import time
 from contextlib import suppress
 
-from hpc_swe.agents.sandboxes.base import LONGEST, Clock
+from hpc_swe.agents.sandboxes.base import Clock
 from hpc_swe.cluster.processes import number_of, starved_s
 
 CHECK_S = 0.2
@@ -15,25 +15,29 @@ def answer(host: socket.socket, timeout_s: float, clock: Clock) -> bytes | None:
     """Return what a command's overseer sends, nothing if it has ended, or None when the time is over."""
     deadline = clock() + timeout_s
     while (left_s := deadline - clock()) > 0:
-        host.settimeout(min(left_s, CHECK_S))
+        host.settimeout(left_s if clock is time.monotonic else min(left_s, CHECK_S))
         with suppress(TimeoutError):
             return host.recv(4096)
     return None
 
 
-def own_time(handle: int, limit_s: float) -> Clock:
-    """Return a clock for a program by the pidfd of its process or of an ancestor; it begins at 0.
+def own_time(handle: int, timeout_s: float, longest_s: float) -> Clock:
+    """Return a clock for a command by the pidfd of its reaper or of process 1; it begins at 0.
 
-    Beyond the limit it leaves out how long the program waited for a processor, or else the result of tests
-    would depend on the host's load. But a program can let its own processes wait for one another, so wall
-    time ends it, too.
+    Beyond its time-out it leaves out how long the command was ready to run and had no processor, or else the
+    result of tests would depend on the host's load. But processes can let one another wait: after `longest_s`
+    of wall time the time is over.
     """
     began, process = time.monotonic(), number_of(handle)
+    waited_s = 0.0
 
     def seconds() -> float:
+        nonlocal waited_s
         passed_s = time.monotonic() - began
-        if passed_s < limit_s:  # most programs end by then, and looking at processes takes time
-            return passed_s
-        return max(passed_s - starved_s(process), passed_s / LONGEST)
+        if passed_s >= longest_s:
+            return float("inf")
+        if passed_s - waited_s >= timeout_s:  # most commands have ended by then
+            waited_s = max(waited_s, starved_s(process))  # the thread that waited most may have ended since
+        return passed_s - waited_s
 
     return seconds

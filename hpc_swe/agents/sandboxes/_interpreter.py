@@ -50,8 +50,8 @@ class Command:
     """Path of another interpreter for the program; it starts anew, and has loaded nothing."""
 
     @contextmanager
-    def running(self, *files: int) -> Iterator[tuple[socket.socket, int]]:
-        """Start the command; return its socket and a pidfd of its first process.
+    def running(self, *files: int) -> Iterator[tuple[socket.socket, int, int]]:
+        """Start the command; return its socket and pidfds of its reaper and of its first process.
 
         The socket gives the exit code as text, and nothing when the command's reaper was killed. Any message
         to it ends the command with all its processes, and so does its end. The files are open: the text of
@@ -60,7 +60,7 @@ class Command:
         """
         host, reaper, first = self._start(files)
         try:
-            yield host, first
+            yield host, reaper, first
         finally:
             host.close()
             with suppress(ProcessLookupError):  # it ends with its socket, but the command may have stopped it

@@ -206,9 +206,10 @@ class Session:
     def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
         return self._execute("shell", command, timeout_s, clock or time.monotonic)
 
-    def python(self, program: str, timeout_s: float) -> CommandResult:
+    def python(self, program: str, timeout_s: float, longest_s: float = 0.0) -> CommandResult:
         """Run a Python program in a fork of the warm interpreter."""
-        return self._execute("python", program, timeout_s, own_time(self._process, timeout_s))
+        clock = own_time(self._process, timeout_s, max(timeout_s, longest_s))
+        return self._execute("python", program, timeout_s, clock)
 
     def listen(self, port: int) -> socket.socket:
         """Return a listening socket that process 1 makes and passes to the host."""

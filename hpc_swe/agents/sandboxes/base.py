@@ -21,8 +21,6 @@ INTERRUPT = signal.SIGRTMIN + 7
 """Signal that asks the program of a session to answer; programs seldom use it for themselves."""
 NICE = 10
 """Niceness added to every process of a sandbox, so that workers, engines and learners come first."""
-LONGEST = 5
-"""How many times its time limit a Python program may take where it waits for a processor."""
 Clock = Callable[[], float]
 """Returns seconds; they may stand still, and infinity ends what is timed."""
 
@@ -100,11 +98,11 @@ class Sandbox(Protocol):
     def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
         """Run a shell command in the work directory. Its time is wall time, or that of `clock`."""
 
-    def python(self, program: str, timeout_s: float) -> CommandResult:
+    def python(self, program: str, timeout_s: float, longest_s: float = 0.0) -> CommandResult:
         """Run a Python program in the work directory, isolated as by ``python3 -I``.
 
-        Of its time does not count how long it waited for a processor; but after LONGEST times as much of wall
-        time it ends, too.
+        Its time is wall time, or at most `longest_s` of that if that is more: then the longest time does not
+        count that one of its threads was ready to run and had no processor.
         """
 
     def session(self, program: str, python: str = "") -> AbstractContextManager[ProgramSession]:
@@ -156,8 +154,8 @@ class SandboxWrapper(Sandbox):
     def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
         return self.sandbox.run(command, timeout_s, clock)
 
-    def python(self, program: str, timeout_s: float) -> CommandResult:
-        return self.sandbox.python(program, timeout_s)
+    def python(self, program: str, timeout_s: float, longest_s: float = 0.0) -> CommandResult:
+        return self.sandbox.python(program, timeout_s, longest_s)
 
     def session(self, program: str, python: str = "") -> AbstractContextManager[ProgramSession]:
         return self.sandbox.session(program, python)

@@ -11,9 +11,9 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import BinaryIO, ClassVar
 
@@ -76,11 +76,12 @@ class _Folder(Tree):
         self._threads = settings.threads
 
     def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
-        return self._run("shell", command, timeout_s, clock or time.monotonic)
+        return self._run("shell", command, timeout_s, lambda _: clock or time.monotonic)
 
-    def python(self, program: str, timeout_s: float) -> CommandResult:
+    def python(self, program: str, timeout_s: float, longest_s: float = 0.0) -> CommandResult:
         """Run a Python program in a fork of the warm interpreter."""
-        return self._run("python", program, timeout_s, None)
+        clock = partial(own_time, timeout_s=timeout_s, longest_s=max(timeout_s, longest_s))
+        return self._run("python", program, timeout_s, clock)
 
     @contextmanager
     def session(self, program: str, python: str = "") -> Iterator[ProgramSession]:
@@ -91,7 +92,7 @@ class _Folder(Tree):
             fcntl.fcntl(output, fcntl.F_SETFL, os.O_APPEND)
             with passed_on(made) as ends:
                 running = command.running(source.fileno(), output.fileno(), *ends)
-                host, first = life.enter_context(running)
+                host, _, first = life.enter_context(running)
 
             def interrupt() -> None:
                 with suppress(ProcessLookupError):  # the next wait for an answer says that it has ended
@@ -107,11 +108,12 @@ class _Folder(Tree):
         with boundary(SandboxError, "listen on a free port"):
             return socket.create_server(("127.0.0.1", 0))
 
-    def _run(self, kind: str, program: str, timeout_s: float, clock: Clock | None) -> CommandResult:
+    def _run(self, kind: str, program: str, timeout_s: float, clock: Callable[[int], Clock]) -> CommandResult:
+        """Run a command; its clock is made of its reaper's pidfd."""
         command = Command(kind, self._home, self._environment())
         with _text(program) as source, tempfile.TemporaryFile() as output:
-            with command.running(source.fileno(), output.fileno()) as (host, first):
-                code = answer(host, timeout_s, clock or own_time(first, timeout_s))
+            with command.running(source.fileno(), output.fileno()) as (host, reaper, _):
+                code = answer(host, timeout_s, clock(reaper))
                 if timed_out := code is None:
                     code = _stop(host)
             if not code:  # a process of the sandbox has killed the reaper, or stopped it

@@ -112,9 +112,9 @@ def processor_s(task: Task) -> int:
     return math.ceil(task.tests.timeout_s)
 
 
-def wall_s(task: Task) -> int:
-    """Return the seconds that all tests may take where they wait for no processor."""
-    return 2 * processor_s(task)
+def longest_s(task: Task) -> int:
+    """Return the seconds that all tests may take where they wait for a processor, else twice the above."""
+    return 10 * processor_s(task)
 
 
 class Exam:
@@ -155,7 +155,7 @@ class Exam:
         Each process may use `processor_s` of processor time, which ends a loop. Twice as much time ends tests
         that wait, but on a busy host not for a processor: a right repair resolves there, too.
         """
-        return run_reliably(lambda: self._run(sandboxes, *options), lambda _: False, wall_s(self.task))
+        return run_reliably(lambda: self._run(sandboxes, *options), lambda _: False, longest_s(self.task))
 
     def _run(self, sandboxes: Sandboxes, *options: str) -> tuple[CommandResult, TestReport]:
         report_path, key = f".{secrets.token_hex(16)}", secrets.token_hex(16)
@@ -167,7 +167,7 @@ class Exam:
         with sandboxes.open(self._task_in_sandbox) as sandbox:
             began_ns = file_time_ns()
             add_files(sandbox, {f"{report_path}{KEY}": key}, "write the key of a report")
-            result = sandbox.python(program, wall_s(self.task))
+            result = sandbox.python(program, 2 * processor_s(self.task), longest_s(self.task))
             try:
                 report = self._parse(verified_lines(sandbox.read(report_path), key))
             except (OSError, msgspec.MsgspecError, ValueError, RecursionError):  # the patch's code wrote it

@@ -58,8 +58,8 @@ class Grader(ABC):
     """Whether `outcomes` reports every test of a run."""
 
     def longest_s(self, task: Task) -> float:
-        """Return the most seconds that one run of a task's tests takes, in which it opens no sandbox."""
-        return task.tests.timeout_s
+        """Return the most seconds that a grading is in one sandbox: for tests, and for steps around them."""
+        return 2 * task.tests.timeout_s
 
     @abstractmethod
     def grade(self, task: Task, patch: str, sandboxes: Sandboxes) -> Score:

@@ -16,11 +16,11 @@ from typing import ClassVar
 
 from msgspec.structs import replace
 
-from hpc_swe.agents.sandboxes.base import LONGEST, CommandResult, Sandboxes
+from hpc_swe.agents.sandboxes.base import CommandResult, Sandboxes
 from hpc_swe.base.errors import ConfigError
 from hpc_swe.base.records import Score, Task
 from hpc_swe.tasks.graders._base import Base, base_of
-from hpc_swe.tasks.graders._exam import Exam, Places, TestReport, processor_s, sealed_modules, wall_s
+from hpc_swe.tasks.graders._exam import Exam, Places, TestReport, longest_s, processor_s, sealed_modules
 from hpc_swe.tasks.graders._images import require_pytest
 from hpc_swe.tasks.graders._sealing.sealed import Sealed
 from hpc_swe.tasks.graders.base import HiddenTestGrader, Inspection, charges, ending
@@ -54,7 +54,7 @@ class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
     """Whether runs take checked tasks of which no expected value can stay outside; else they are unsealed."""
 
     def longest_s(self, task: Task) -> float:
-        return LONGEST * wall_s(task)
+        return longest_s(task)
 
     def grade(self, task: Task, patch: str, sandboxes: Sandboxes) -> Score:
         """Grade a patch; an empty one starts no sandbox."""

@@ -62,7 +62,7 @@ class Bugs(Plugin, Taskset, frozen=True, kw_only=True):
     """Image of the sandbox."""
     timeout_s: float = 30.0
     """Seconds of processor time that each process of a task's tests may use; all tests together may take
-    twice as much time, of which that does not count in which they wait for a processor."""
+    twice as much time, or ten times as much where they wait for a processor."""
 
     def load(self, split: Split) -> Iterator[Task]:
         """Yield endless tasks."""

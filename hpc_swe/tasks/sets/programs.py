@@ -44,7 +44,7 @@ class Programs(Plugin, Taskset, frozen=True, kw_only=True):
     """Image of the sandbox."""
     timeout_s: float = 30.0
     """Seconds of processor time that each process of a task's tests may use; all tests together may take
-    twice as much time, of which that does not count in which they wait for a processor."""
+    twice as much time, or ten times as much where they wait for a processor."""
     hidden: float = 0.5
     """Share of a task's tests that the agent does not see, rounded down: with 0.5 it sees three of five, with
     0 all of them. Of a row with a column `tests` it sees those in `files`, whatever the share is."""

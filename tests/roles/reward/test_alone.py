@@ -22,6 +22,7 @@ from hpc_swe.config.settings import SupervisionConfig
 from hpc_swe.launch import control, existing
 from hpc_swe.roles.reward.alone import Patience, watch
 from hpc_swe.tasks.graders.base import GRADER_BROKE
+from hpc_swe.tasks.graders.pytest import Pytest
 from jobs import coordinator, reward
 from tests.kit.checkout import ROOT, environment
 from tests.kit.constants import NOBODY, empty_model
@@ -117,12 +118,11 @@ def run(tmp_path: Path) -> RunDir:
 
 def test_no_verdict_comes_before_tests_have_slept_for_all_their_time(run):
     config = existing.load(run)
-    config = msgspec.structs.replace(config, supervision=SupervisionConfig(stuck_s=1.0))
+    config = msgspec.structs.replace(config, supervision=SupervisionConfig(stuck_s=1.0), grader=Pytest())
     resources = reward._resources(run, config, WatchedSandboxes(config.sandbox))
     task, *_ = resources.tasks.values()
-    assert (
-        config.grader.longest_s(task) < resources.patience.hung_s < coordinator._limits(run, config)["reward"]
-    )
+    longest_s = 10 * task.tests.timeout_s
+    assert longest_s < resources.patience.hung_s < coordinator._limits(run, config)["reward"]
 
 
 @pytest.mark.slow

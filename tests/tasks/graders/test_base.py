@@ -53,14 +53,18 @@ def outcome(task):
     return Pytest().grade(task, difference("mod.py", task.files["mod.py"], RIGHT), Process()).outcome
 
 
-def test_settings_above_a_sandbox_change_nothing(tmp_path):
+@pytest.mark.parametrize("own", [{}, {"pyproject.toml": "[project]\n"}, {"pytest.ini": "[pytest]\n"}])
+def test_settings_above_a_sandbox_change_nothing(tmp_path, own):
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --collect-only\n")
     (tmp_path / "conftest.py").write_text("raise SystemExit(3)\n")
+    task, sandboxes = (
+        msgspec.structs.replace(TASK, files=TASK.files | own),
+        varied(Process, scratch=str(tmp_path))(),
+    )
     patch = difference("mod.py", TASK.files["mod.py"], RIGHT)
-    sandboxes = varied(Process, scratch=str(tmp_path))()
-    assert Pytest().grade(TASK, patch, sandboxes).outcome == "resolved"
-    with sandboxes.open(TASK) as sandbox:
-        assert "1 failed, 1 passed" in Evaluate()(sandbox, TASK)
+    assert Pytest().grade(task, patch, sandboxes).outcome == "resolved"
+    with sandboxes.open(task) as sandbox:
+        assert "1 failed, 1 passed" in Evaluate()(sandbox, task)
 
 
 def at_once(text):
