@@ -8,6 +8,7 @@ them. Ranks are forked from a process that has imported vLLM, which takes longer
 
 import multiprocessing
 import os
+import secrets
 import sys
 from pathlib import Path
 from typing import Any
@@ -95,12 +96,14 @@ def main() -> None:
     fork = multiprocessing.get_context("fork")
     for folder in map(Path, sys.argv[1:]):
         port = free_port("127.0.0.1")
-        os.environ["VLLM_DIST_IDENT"] = str(port)
+        os.environ["VLLM_DIST_IDENT"] = name = secrets.token_hex(8)  # of shared memory, which nobody removes
         ranks = [fork.Process(target=check, args=(rank, port, folder)) for rank in range(SIZE)]
         for rank in ranks:
             rank.start()
         for rank in ranks:
             rank.join()
+        for left in Path("/dev/shm").glob(f"{name}-*"):  # noqa: S108
+            left.unlink()
         is_equal = all(rank.exitcode == 0 for rank in ranks)
         print(folder.name, "all bits are equal" if is_equal else "differs", flush=True)
 

@@ -82,8 +82,9 @@ def test_a_full_context_ends_a_session_and_compression_is_its_own_chain(
     played = episode.record(request, recorder, episode.play(means, request, recorder), "test")
     assert played.exit_status == ExitStatus.CONTEXT, played.error
     assert "leave" in played.error
-    assert trained_turns(played.turns, "main") == [0]
-    assert [turn.parent for turn in played.turns] == [None] * (2 if agent == "qwen_code" else 1)
+    main = trained_turns(played.turns, "main")  # more than one where a busy host cuts what a command printed
+    assert main == [*range(len(main))]
+    assert [turn.parent for turn in played.turns] == [None, *main[:-1]] + [None] * (agent == "qwen_code")
     assert played.messages[1].role == "user"
     assert played.counts["context_full"] == 1, "nothing is tried over and over"
 
