@@ -42,7 +42,7 @@ BUDGETS = {
     "hpc_swe/base/records": 653,
     "hpc_swe/base/store": 1_962,  # lets a group read a part of a run
     "hpc_swe/cluster": 645,
-    "hpc_swe/cluster/executors": 926,  # jobs run from a file of their node
+    "hpc_swe/cluster/executors": 929,  # jobs run from a file of their node
     "hpc_swe/config": 1_327,  # harbor and its grader; says what has become of removed keys
     "hpc_swe/demo": 933,  # builds its image; what a published model learns, with controls, in one command
     "hpc_swe/launch": 2_967,  # says at once why jobs fail or wait; gives weights away, and deletes the rest

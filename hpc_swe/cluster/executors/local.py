@@ -146,7 +146,10 @@ class Local(Plugin, Executor, frozen=True, kw_only=True):
         marks = {variable(pid, MARK) for pid in roots if leader(pid) == pid} - {None}
         started: dict[int, str | None] = {}
         # Stopped first: between listing and killing, a process could start children that then have no parent.
-        while new := _trees(roots, marks) - started.keys():
+        quiet = 0
+        while quiet < 2:  # one list may lack a process that began while it was made
+            new = _trees(roots, marks) - started.keys()
+            quiet = 0 if new else quiet + 1
             started |= {pid: start_time(pid) for pid in new}
             _signal(new, signal.SIGSTOP)
         _signal(started, signal.SIGKILL)
