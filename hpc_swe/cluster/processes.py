@@ -79,8 +79,8 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def number_of(handle: int) -> int:
-    """Return the number of a pidfd's process; -1 when that has ended, or is not known."""
+def pid_of(handle: int) -> int:
+    """Return the pid of a pidfd's process; -1 when that has ended, or is not known."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/self/fdinfo/{handle}").read_text().splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith("Pid:")), -1)

@@ -130,8 +130,10 @@ def test_a_late_command_is_left_although_another_process_holds_its_pipes(tmp_pat
 def test_waits_for_a_processor_are_read_while_processes_end():
     forks = "import os\nwhile True:\n    if os.fork() == 0: os._exit(0)\n    os.wait()"
     with subprocess.Popen([sys.executable, "-c", forks]) as job:
-        assert all(starved_s(job.pid) >= 0 for _ in range(2000))
-        job.kill()
+        try:
+            assert all(starved_s(job.pid) >= 0 for _ in range(2000))
+        finally:
+            job.kill()
 
 
 def test_a_completed_command_has_its_code_and_its_words():

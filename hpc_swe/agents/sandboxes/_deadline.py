@@ -5,7 +5,7 @@ import time
 from contextlib import suppress
 
 from hpc_swe.agents.sandboxes.base import Clock
-from hpc_swe.cluster.processes import number_of, starved_s
+from hpc_swe.cluster.processes import pid_of, starved_s
 
 CHECK_S = 0.2
 """Seconds between two readings of a clock other than wall time."""
@@ -28,7 +28,7 @@ def own_time(handle: int, timeout_s: float, longest_s: float) -> Clock:
     result of tests would depend on the host's load. But processes can let one another wait: after `longest_s`
     of wall time the time is over.
     """
-    began, process = time.monotonic(), number_of(handle)
+    began, process = time.monotonic(), pid_of(handle)
     waited_s = 0.0
 
     def seconds() -> float:

@@ -101,8 +101,8 @@ class Sandbox(Protocol):
     def python(self, program: str, timeout_s: float, longest_s: float = 0.0) -> CommandResult:
         """Run a Python program in the work directory, isolated as by ``python3 -I``.
 
-        Its time is wall time, or at most `longest_s` of that if that is more: then the longest time does not
-        count that one of its threads was ready to run and had no processor.
+        The time-out is wall time. If `longest_s` is more, the time in which a thread was ready to run and had
+        no processor does not count, that of the thread that waited most; after `longest_s` it ends anyway.
         """
 
     def session(self, program: str, python: str = "") -> AbstractContextManager[ProgramSession]:

@@ -147,7 +147,7 @@ class Local(Plugin, Executor, frozen=True, kw_only=True):
         started: dict[int, str | None] = {}
         # Stopped first: between listing and killing, a process could start children that then have no parent.
         quiet = 0
-        while quiet < 2:  # one list may lack a process that began while it was made
+        while quiet < 2:  # with one list a child was once left, of a job that forks without end
             new = _trees(roots, marks) - started.keys()
             quiet = 0 if new else quiet + 1
             started |= {pid: start_time(pid) for pid in new}

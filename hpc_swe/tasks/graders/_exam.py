@@ -113,7 +113,7 @@ def processor_s(task: Task) -> int:
 
 
 def longest_s(task: Task) -> int:
-    """Return the seconds that all tests may take where they wait for a processor, else twice the above."""
+    """Return the seconds that all tests may take; twice `processor_s` where they wait for no processor."""
     return 10 * processor_s(task)
 
 
