@@ -124,7 +124,7 @@ SHAPES = {
 }
 COUNT, PROMPTS, ANSWER = (32, (16, 600), 128) if CUDA else (4, (4, 60), 40)
 LR = 3e-5 if CUDA else 1e-3
-OF_ADAPTERS = 10.0
+OF_ADAPTERS = 10.0 if CUDA else 3.0
 """Adapters have a learning rate so many times that of all weights."""
 EXACT = 1e-4
 """Largest mean distance in float32."""
@@ -134,6 +134,7 @@ GAP = 0.01
 """Largest mean distance between learner and engine, even where bfloat16 does more to transformers.
 
 The loss takes this distance for a change of the policy: it moves ratios by 1 %, and clips them at 20 %.
+Where routing is not replayed, rounding sends a few tokens to other experts: there the nearest 95 % count.
 """
 
 
@@ -168,7 +169,9 @@ class Row:
         """Return whether all that should be equal is; experts that are not replayed are only shown."""
         mean = {name: float(np.abs(each).mean()) for name, each in self.found.items()}
         limit = ROUNDINGS * mean["bf16"] if "bf16" in mean else EXACT
-        near = all(mean[name] <= limit for name in ("engine", "learner", "gap")) and mean["gap"] <= GAP
+        counted = 0.95 if self.case.endswith("moe") else 1.0
+        gap = np.sort(np.abs(self.found["gap"]))[: round(counted * len(self.found["gap"]))].mean()
+        near = all(mean[name] <= limit for name in ("engine", "learner", "gap")) and gap <= GAP
         is_far = any((np.abs(self.found[name]) > 1).any() for name in ("engine", "gap"))
         changed = "before" not in mean or mean["before"] > 2 * mean["after"]
         return changed and (self.kind == "free" or (near and not is_far))  # nan is not near

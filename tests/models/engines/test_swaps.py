@@ -31,10 +31,21 @@ def test_what_a_learner_publishes_is_what_the_engine_samples_from(printed: str, 
 
 
 @pytest.mark.parametrize(
-    ("kind", "gap", "passed"),
-    [("", 0.009, True), ("", 0.011, False), ("replay", 0.011, False), ("free", 0.011, True)],
+    ("case", "kind", "gaps", "passed"),
+    [
+        ("dense", "", [0.009] * 40, True),
+        ("dense", "", [0.011] * 40, False),
+        ("dense", "", [0.005] * 38 + [0.2] * 2, False),
+        ("experts", "replay", [0.011] * 40, False),
+        ("experts", "free", [0.011] * 40, True),
+        ("delta-moe", "", [0.005] * 38 + [0.2] * 2, True),
+        ("delta-moe", "", [0.005] * 37 + [0.2] * 3, False),
+        ("delta-moe", "", [0.011] * 40, False),
+    ],
 )
-def test_learner_and_engine_differ_by_a_hundredth_at_most(kind: str, gap: float, passed: bool) -> None:
+def test_learner_and_engine_differ_by_a_hundredth_at_most(
+    case: str, kind: str, gaps: list[float], passed: bool
+) -> None:
     """Though bfloat16 does as much to transformers; experts that are not replayed are only shown."""
-    found = {name: np.full(4, 0.008) for name in ("engine", "learner", "bf16")} | {"gap": np.full(4, gap)}
-    assert engines.Row("dense", "start", kind, found).passed == passed
+    found = {name: np.full(40, 0.008) for name in ("engine", "learner", "bf16")} | {"gap": np.array(gaps)}
+    assert engines.Row(case, "start", kind, found).passed == passed

@@ -5,12 +5,7 @@ from hypothesis import strategies as st
 
 from hpc_swe.base import records
 from hpc_swe.base.records import VersionSpan, WeightVersion
-from hpc_swe.roles.coordinator.batching.samples import (
-    add_routing,
-    find_flaw,
-    make_samples,
-    trained_turns,
-)
+from hpc_swe.roles.coordinator.batching.samples import add_routing, find_flaw, make_samples, trained_turns
 from tests.kit.made_episodes import array, episode, trained_ids, turn
 
 
@@ -52,10 +47,7 @@ def test_a_routing_of_other_tokens_or_models_is_a_flaw():
     first, second = turn(None, [1, 2], [10]), turn(0, [3], [12])
     wrong = [msgspec.structs.replace(first, routing=b"abc"), second]
     assert find_flaw(episode(wrong)) == "turn 0: a routing of 3 bytes for 2 tokens"
-    mixed = [
-        msgspec.structs.replace(first, routing=b"ab"),
-        msgspec.structs.replace(second, routing=b"cdcd"),
-    ]
+    mixed = [msgspec.structs.replace(first, routing=b"ab"), msgspec.structs.replace(second, routing=b"cdcd")]
     assert "different numbers of layers" in find_flaw(episode(mixed))
     known = episode([msgspec.structs.replace(first, routing=b"ab")])
     assert find_flaw(known, 1) == find_flaw(episode([first]), 3) == ""

@@ -7,14 +7,7 @@ import pytest
 
 from hpc_swe.base import records
 from hpc_swe.base.errors import CorruptRecord, DeadlineError, LostRace
-from hpc_swe.base.records import (
-    FILLER,
-    Batch,
-    CheckpointManifest,
-    FileInfo,
-    MicroBatch,
-    WeightVersion,
-)
+from hpc_swe.base.records import FILLER, Batch, CheckpointManifest, FileInfo, MicroBatch, WeightVersion
 from hpc_swe.base.store import atomic, checkpoints, folders, orders, weights
 from hpc_swe.roles.learner.batch_source import SILENT_PULSES, BatchSource, Order, deal
 from hpc_swe.roles.learner.collective import on_all_ranks, on_rank_zero
