@@ -29,7 +29,7 @@ FILE_LINES = 400
 LONGER: dict[str, int] = {}
 FUNCTION_LINES, USUAL_FUNCTION_LINES = 60, 28
 TEST_NAME = 70
-TEST_LINES = 54_045  # of all tests and what they share; it may only fall, towards 42,000
+TEST_LINES = 54_039  # of all tests and what they share; it may only fall, towards 42,000
 # Lines of each package: what it has, rounded up. Who adds much notices, and says why.
 BUDGETS = {
     "hpc_swe": 85,
@@ -41,14 +41,14 @@ BUDGETS = {
     "hpc_swe/base": 1_609,  # finds what a wheel brings; says which class to inherit; the interval of a share
     "hpc_swe/base/records": 653,
     "hpc_swe/base/store": 1_962,  # lets a group read a part of a run
-    "hpc_swe/cluster": 645,
-    "hpc_swe/cluster/executors": 929,  # jobs run from a file of their node
+    "hpc_swe/cluster": 676,
+    "hpc_swe/cluster/executors": 936,  # jobs run from a file of their node
     "hpc_swe/config": 1_327,  # harbor and its grader; says what has become of removed keys
     "hpc_swe/demo": 933,  # builds its image; what a published model learns, with controls, in one command
     "hpc_swe/launch": 2_967,  # says at once why jobs fail or wait; gives weights away, and deletes the rest
     "hpc_swe/launch/doctor": 1_436,  # judges sizes of jobs, the C library and kernels
     "hpc_swe/makers": 2_245,  # statements with the function at fault, rows by pass rate, the share sealed
-    "hpc_swe/makers/bugs": 1_403,  # mutants are tried by processes, which may be killed
+    "hpc_swe/makers/bugs": 1_406,  # mutants are tried by processes, which may be killed
     "hpc_swe/makers/images": 1_253,  # pulls wait together; the base is checked out in an older image
     "hpc_swe/models": 1_342,  # refuses what cannot be unpacked, by file and key
     "hpc_swe/models/advantages": 141,

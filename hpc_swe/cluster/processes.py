@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from random import SystemRandom
 from typing import AnyStr
 
 PR_SET_PDEATHSIG = 1
@@ -112,6 +113,25 @@ def leader(pid: int) -> int:
 def is_stopped(pid: int) -> bool:
     """Return whether a signal has stopped the process."""
     return _stat(pid)[:1] in (["T"], ["t"])
+
+
+def await_stop(pids: Iterable[int], timeout_s: float) -> None:
+    """Wait until all threads of processes that were told to stop have done so, or for a time.
+
+    Until then, one that is in a fork may still have a child.
+    """
+    deadline = time.monotonic() + timeout_s
+    while any(map(_runs, pids)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _runs(pid: int) -> bool:
+    """Return whether a thread of a process is neither stopped nor ended."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return False
+    return any((_stat(int(thread)) or ["X"])[0] not in "TtZX" for thread in threads)
 
 
 class StoppedProcesses:
@@ -218,10 +238,21 @@ def printed(command: Sequence[str], silent_s: float) -> Iterator[io.BufferedRead
 
 
 def free_port(host: str = "") -> int:
-    """Return a TCP port of this machine that is free now; raise OSError if the host is another machine."""
+    """Return a TCP port of this machine that is free now; raise OSError if the host is another machine.
+
+    It is one that Linux gives to nobody who asks for any, since a server may bind it only after minutes.
+    """
+    others = range(20_000, int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]))
+    for port in SystemRandom().sample(others, min(20, len(others))):
+        with contextlib.suppress(OSError):
+            return _bound(host, port)
+    return _bound(host, 0)
+
+
+def _bound(host: str, port: int) -> int:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, 0))
+        probe.bind((host, port))
         return int(probe.getsockname()[1])
 
 

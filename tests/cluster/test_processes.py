@@ -2,15 +2,18 @@
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from subprocess import PIPE
 
 import pytest
 
 from hpc_swe.agents.sandboxes._session import end_namespace
-from hpc_swe.cluster.processes import Flag, completed, descendants, printed, start_time, starved_s
+from hpc_swe.cluster.processes import Flag, completed, descendants, free_port, printed, start_time, starved_s
+from tests.kit.waiting import until
 
 # Each child is started by a thread that ends at once.
 RESTLESS = """
@@ -114,12 +117,19 @@ assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
+def test_a_free_port_is_none_that_a_socket_gets_which_asks_for_any():
+    with socket.create_server(("127.0.0.1", 0)) as any_socket:
+        lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+        assert free_port("127.0.0.1") < lowest <= any_socket.getsockname()[1]
+
+
 def test_a_late_command_is_left_although_another_process_holds_its_pipes(tmp_path):
     """subprocess.run would wait for that one, as for one in a frozen file system that no signal ends."""
     note, began = tmp_path / "pid", time.monotonic()
     job = subprocess.Popen(
         ["sh", "-c", f"setsid sleep 600 & echo $! > {note}; wait"], stdout=PIPE, stderr=PIPE
     )
+    until(lambda: note.exists() and note.read_text().endswith("\n"), "its child")
     with pytest.raises(subprocess.TimeoutExpired):
         completed(job, 0.5)
     assert time.monotonic() - began < 300

@@ -21,16 +21,7 @@ from hpc_swe.tasks.published_rows import read_row
 from hpc_swe.tasks.sets.swebench import Source, Swebench
 from tests.kit.published_image import HIDDEN, TESTS, publish
 from tests.kit.published_rows import r2e_row, smith_row
-from tests.kit.toy import (
-    BROKEN,
-    MENDED,
-    REVERTS,
-    Checkout,
-    gold,
-    make_repository,
-    new,
-    patch,
-)
+from tests.kit.toy import BROKEN, MENDED, REVERTS, Checkout, gold, make_repository, new, patch
 
 SOLVED = patch("calc/core.py", MENDED.replace("2 * a", "3 * a"), MENDED)
 CHEATS = {

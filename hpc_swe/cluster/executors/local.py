@@ -36,9 +36,18 @@ from hpc_swe.cluster.executors.base import (
     log_name,
 )
 from hpc_swe.cluster.gpus import VISIBLE, choose, memory_gib, usable
-from hpc_swe.cluster.processes import descendants, is_stopped, leader, start_time, variable, with_variable
+from hpc_swe.cluster.processes import (
+    await_stop,
+    descendants,
+    is_stopped,
+    leader,
+    start_time,
+    variable,
+    with_variable,
+)
 
 END_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 1.0  # one that waits for a stopped child's program to start stops with its end
 LOCK_TIMEOUT_S = 60.0
 GPUS = "HPC_SWE_GPUS"
 
@@ -146,12 +155,10 @@ class Local(Plugin, Executor, frozen=True, kw_only=True):
         marks = {variable(pid, MARK) for pid in roots if leader(pid) == pid} - {None}
         started: dict[int, str | None] = {}
         # Stopped first: between listing and killing, a process could start children that then have no parent.
-        quiet = 0
-        while quiet < 2:  # with one list a child was once left, of a job that forks without end
-            new = _trees(roots, marks) - started.keys()
-            quiet = 0 if new else quiet + 1
+        while new := _trees(roots, marks) - started.keys():
             started |= {pid: start_time(pid) for pid in new}
             _signal(new, signal.SIGSTOP)
+            await_stop(new, STOP_TIMEOUT_S)
         _signal(started, signal.SIGKILL)
         deadline = time.monotonic() + END_TIMEOUT_S
         while left := [pid for pid, since in started.items() if since and start_time(pid) == since]:

@@ -10,6 +10,8 @@ from hpc_swe.agents.sandboxes.base import Sandboxes
 from hpc_swe.base.records import Task, TestPlan
 
 _PROGRAM = Path(__file__).with_name("_trial.py")
+_LONGEST = 5
+"""How many times its time-out a run may take that waits for a processor."""
 
 
 class TestRun(msgspec.Struct, frozen=True):
@@ -84,7 +86,8 @@ class TrialPlace(msgspec.Struct, frozen=True):
         out = f".{secrets.token_hex(8)}"
         call = f"main{(out, [*arguments], [*wanted], traced)!r}\n"
         with self.sandboxes.open(task) as sandbox:
-            result = sandbox.python(f"{_PROGRAM.read_text(encoding='utf-8')}\n\n{call}", timeout_s)
+            program = f"{_PROGRAM.read_text(encoding='utf-8')}\n\n{call}"
+            result = sandbox.python(program, timeout_s, _LONGEST * timeout_s)
             if result.timed_out:
                 return None
             try:

@@ -14,14 +14,7 @@ from hpc_swe.agents.loops.base import Reply
 from hpc_swe.base.errors import AgentError, ConfigError
 from hpc_swe.base.records import Message, ToolCall
 from hpc_swe.view.report.spelling import Speller
-from tests.kit.toy_model import (
-    CODER,
-    CONTROL,
-    HERMES,
-    THINKING,
-    make_model,
-    sentencepiece_json,
-)
+from tests.kit.toy_model import CODER, CONTROL, HERMES, THINKING, make_model, sentencepiece_json
 
 KINDS = ["hermes", "thinking", "thinking_off", "xml"]
 TOOLS = json.dumps(
@@ -243,9 +236,7 @@ def test_a_thought_of_many_line_ends_keeps_no_other_thread_waiting():
     assert time.process_time() - started < 10.0
 
 
-def test_history_is_kept_where_the_template_would_drop_its_thoughts(
-    builders,
-):
+def test_history_is_kept_where_the_template_would_drop_its_thoughts(builders):
     builder = builders["thinking"]
     sampled = builder.tokens.encode_whole("<think>\nhm\n</think>\n\nYes.<|im_end|>")
     prompt = builder.start([user("Really?")])

@@ -25,16 +25,7 @@ from hpc_swe.launch import control, watch
 from hpc_swe.roles.coordinator import archive
 from hpc_swe.roles.coordinator.batching.samples import trained_turns
 from hpc_swe.roles.rollout import episode
-from tests.kit.sessions_kit import (
-    ENVIRONMENT,
-    World,
-    call,
-    configured,
-    giving_up,
-    overlay,
-    script,
-    solving,
-)
+from tests.kit.sessions_kit import ENVIRONMENT, World, call, configured, giving_up, overlay, script, solving
 from tests.kit.stage import rig
 from tests.kit.toy import gold
 
