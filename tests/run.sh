@@ -16,7 +16,9 @@ trap 'kill -- $(jobs -p | sed s/^/-/) 2>/dev/null; rm -rf "$shared"' EXIT
 set -m # else what runs in the background, and all that it starts, ignores SIGINT
 
 run() { # NAME ARGUMENT...
-  .venv/bin/python -m pytest --durations=10 --durations-min=10 -m "$kind" "${@:2}" >"$shared/$1.log" 2>&1 &&
+  # In a session of its own: the kernel may divide the processors among these, as among those of engines and jobs.
+  setsid setpriv --pdeathsig INT .venv/bin/python -m pytest --durations=10 --durations-min=10 -m "$kind" "${@:2}" \
+    >"$shared/$1.log" 2>&1 &&
     touch "$shared/$1.passed"
   flock "$shared" cat "$shared/$1.log"
 }

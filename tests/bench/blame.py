@@ -85,9 +85,10 @@ class Workers:
     plain: Task
     plain_sandboxes: Apptainer
 
-    def play(self, group: str, script: str) -> Came:
+    def play(self, group: str, script: str, timeout_s: float = GRADING_S) -> Came:
         is_plain = group in ("files", "report")
-        task = self.plain if is_plain else self.repository
+        tests = msgspec.structs.replace(self.repository.tests, timeout_s=timeout_s)
+        task = self.plain if is_plain else msgspec.structs.replace(self.repository, tests=tests)
         sandboxes = self.plain_sandboxes if is_plain else self.sandboxes
         grader: Grader = Pytest() if is_plain else Swebench()
         request = RolloutRequest(group_id=0, index=0, task_id=task.task_id, seed=0, sampling=Sampling())
@@ -109,9 +110,9 @@ def memory_mb(name: str) -> float:
 def make_workers(folder: Path) -> Workers:
     """The toy repository and the toy of plain files, each in its image, with the limits of a run."""
     world = make_world(folder)
-    task = world.tasks["unittest"]
-    short = msgspec.structs.replace(task, tests=msgspec.structs.replace(task.tests, timeout_s=GRADING_S))
-    return Workers(short, Apptainer(images=world.sandboxes.images), TASK, Apptainer(images=str(IMAGES)))
+    return Workers(
+        world.tasks["unittest"], Apptainer(images=world.sandboxes.images), TASK, Apptainer(images=str(IMAGES))
+    )
 
 
 def cases(many: int) -> Iterator[tuple[str, str, str]]:
@@ -123,7 +124,7 @@ def cases(many: int) -> Iterator[tuple[str, str, str]]:
 
 def honest(workers: Workers) -> list[Came]:
     right = f"cat > mod.py <<'P'\n{RIGHT}P\n"
-    return [workers.play("repository", MEND), workers.play("files", right)]
+    return [workers.play("repository", MEND, ACTION_S), workers.play("files", right)]
 
 
 def main(words: list[str], many: int) -> int:

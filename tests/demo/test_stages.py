@@ -89,7 +89,8 @@ def training(tmp_path, tmpfs):
 def test_a_learner_without_room_is_told_at_once_and_goes_on_with_room(training, tmpfs):
     run, command, said = training
     until(run.status.exists, "the coordinator")  # it has room, but a version of the learner has not
-    used = int(subprocess.check_output(["du", "-sk", run.root]).split()[0])
+    found = subprocess.run(["du", "-sk", run.root], stdout=subprocess.PIPE)  # some files go meanwhile
+    used = int(found.stdout.split()[0])
     tmpfs(run.root.parent, f"size={used + 1200}k")
     line = f"logs/learner/000001.log: .* ERROR .*{run.root}/.*: no space is left; free some"
     until(lambda: re.search(rf"learner: exit code 4 on .* and starts again: {line}", said()), "the reason")

@@ -29,7 +29,7 @@ from tests.kit.toy_model import HERMES, make_model  # noqa: E402
 from tests.kit.waiting import until  # noqa: E402
 
 FILES = {"trajectories": "train", "validation": "held_out"}
-ROWS, HELD_OUT, EPOCHS, SIZE, EVERY = 36, 8, 4, 3, 16
+ROWS, HELD_OUT, EPOCHS, SIZE, EVERY = 36, 8, 8, 3, 16
 STEPS = EPOCHS * ROWS // SIZE
 SIZES = {
     "vocab_size": 352,

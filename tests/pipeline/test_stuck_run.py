@@ -25,15 +25,15 @@ def words(small: Small, tries: int) -> list[str]:
     fifos = f'fifos="{small.folder}"'
     engine = f'replies="{small.folder}/replies.json", {fifos}'
     return [
-        taskset.replace("timeout_s=120.0", "timeout_s=8.0"),
+        taskset.replace("timeout_s=120.0", "timeout_s=14.0"),
         f'sandbox={{type="tests.kit.hanging:HangingCheckout", repository="{small.folder}/calc", {fifos}}}',
         f'engine={{type="tests.kit.hanging:HangingEngine", {engine}}}',
-        "supervision.stuck_s=4",
+        "supervision.stuck_s=8",
         f"max_restarts={tries}",
-        "lease.ttl_s=3.0",
-        "engine.load_timeout_s=8.0",
-        "rollout.episode_timeout_s=8.0",
-        "agent.tool_budget_s=7.0",
+        "lease.ttl_s=6.0",
+        "engine.load_timeout_s=14.0",
+        "rollout.episode_timeout_s=14.0",
+        "agent.tool_budget_s=13.0",
     ]
 
 
@@ -93,13 +93,13 @@ def hung(tmp_path_factory):
 )
 def test_a_part_that_hangs_is_named_with_its_stack_and_restarted(hung, role, why, line):
     small, said = hung
-    text = next(each for each in said if each.startswith(f"stuck {role}, restart"))
+    names = [name for name in atomic.names(small.out.stacks) if f"-{role}-" in name]
+    shown = [name for name in names if line in (small.out.stacks / name).read_text()]
+    assert shown, "a busy machine may have more of them, which wait elsewhere"
+    text = next(each for each in said if f"stacks/{shown[0]}" in each)
+    assert text.startswith(f"stuck {role}, restart")
     assert why in text
-    name = next(name for name in atomic.names(small.out.stacks) if f"-{role}-" in name)
-    assert f"stacks/{name}" in text
-    stack = (small.out.stacks / name).read_text()
-    assert line in stack
-    assert role == "coordinator" or "in wait_for_ever" in stack
+    assert role == "coordinator" or "in wait_for_ever" in (small.out.stacks / shown[0]).read_text()
 
 
 def test_nothing_is_lost_or_doubled_by_restarts(hung):
@@ -119,5 +119,6 @@ def test_a_part_that_hangs_every_time_ends_the_run(tmp_path):
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert "stuck rollout, given up after 1 restarts, see stacks/000002-rollout-" in error
     assert "works on eval-" in error
-    assert len(atomic.names(small.out.stacks)) == 2
+    stacks = [(small.out.stacks / name).read_text() for name in atomic.names(small.out.stacks)]
+    assert sum("in wait_for_ever" in stack for stack in stacks) == 2
     until(lambda: processes_of(small.out.root) == [], "the end of all processes")

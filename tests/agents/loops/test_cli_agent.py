@@ -117,7 +117,7 @@ ENDINGS = {
 @pytest.mark.parametrize("words", ENDINGS)
 def test_how_a_program_ended(tmp_path: Path, words: str) -> None:
     """The first requests of a program that never asks are nobody's doing; of one that hangs, its own."""
-    made, _ = play(tmp_path, words, timeout_s=10.0 if "hang" in words else 300.0)
+    made, _ = play(tmp_path, words, timeout_s=20.0 if "hang" in words else 300.0)
     status, turns = ENDINGS[words]
     assert (made.exit_status, len(made.turns)) == (status, turns), made.error
     if status == ExitStatus.SUBMITTED:

@@ -61,13 +61,12 @@ def test_the_real_engine_agrees_on_every_recorded_token(
     recorder = means.recorder(request)
     played = episode.record(request, recorder, episode.play(means, request, recorder), "test")
     turns = played.turns
-    parents = [turn.parent for turn in turns]
-    if agent == "qwen_code" and len(turns) > 1:  # it requests a truncated reply again, then has it continued
-        assert parents == [None, None, *range(1, len(turns) - 1)]
-    else:
-        assert parents == ([None] if agent == "qwen_code" else [None, 0, 1]), "one conversation"
+    begins = [number for number, turn in enumerate(turns) if turn.parent is None]
+    # Qwen-code requests a truncated reply again, then has it continued.
+    assert begins == [0] or (agent, begins) == ("qwen_code", [0, 1]), "one conversation"
+    assert all(turn.parent in (None, number - 1) for number, turn in enumerate(turns))
     assert len(turns[0].appended_ids) // 4 > 1000
-    assert played.exit_status == (ExitStatus.SUBMITTED if agent == "qwen_code" else ExitStatus.AGENT_ERROR)
+    assert played.exit_status in (ExitStatus.SUBMITTED, ExitStatus.AGENT_ERROR), played.error
     assert all(turn.delivered for turn in turns)
     require_exact(LONG, url, turns, V1)
 

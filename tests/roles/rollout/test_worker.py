@@ -347,6 +347,13 @@ def small(tmp_path: Path, tmpfs) -> Path:
     return tmpfs(tmp_path / "small", "size=256k")
 
 
+def fill(path: Path) -> None:
+    """Take what room there is; a lease that is replaced frees some."""
+    with contextlib.suppress(OSError), path.open("ab", 0) as file:
+        while True:
+            file.write(b"x" * 4096)
+
+
 @pytest.mark.parametrize("order", ["", "DRAIN", "STOP"])
 def test_a_full_disk_costs_no_episode_and_a_worker_that_ends_no_loss(small, tmp_path, order):
     go, begun = threading.Event(), []
@@ -364,10 +371,9 @@ def test_a_full_disk_costs_no_episode_and_a_worker_that_ends_no_loss(small, tmp_
         thread.start()
         until(lambda: made.shown()["claimed"])
         ballast = small / "ballast"
-        with pytest.raises(OSError, match="No space left"):
-            ballast.write_bytes(b"x" * 300_000)
+        fill(ballast)
         go.set()
-        until(lambda: worker._active and worker._active[0].has_result, "the result")
+        until(lambda: fill(ballast) or (worker._active and worker._active[0].has_result), "the result")
         assert made.episodes == {}
         if order:
             (made.run.control / order).touch()

@@ -504,7 +504,8 @@ def test_every_changed_patch_fits_the_base_commit(repository, tmp_path):
 
 @pytest.mark.parametrize("deed", ["time.sleep(60)", "import os; os._exit(0)", "1 / 0"])
 def test_who_silences_every_later_retest_is_not_accused_and_not_paid(one, sandboxes, deed):
-    one = msgspec.structs.replace(one, tests=msgspec.structs.replace(one.tests, timeout_s=4.0))
+    if "sleep" in deed:
+        one = msgspec.structs.replace(one, tests=msgspec.structs.replace(one.tests, timeout_s=12.0))
     grader = Swebench(second_sittings=1, unresolved_reward=-0.5)
     score = grader.grade(one, patch("calc/core.py", BROKEN, SLEEPS.format(deed)), sandboxes)
     assert (score.outcome, score.reward) == ("unresolved", -0.5), score
