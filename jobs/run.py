@@ -263,12 +263,11 @@ def supervise(group: ProcessGroup, run: RunDir, max_restarts: int, refused_s: fl
     that cannot do the work ends the job, since the next job may get another.
     """
     restarts = code = 0
-    while not group.stopping.is_set():  # a signal may also come between two starts
+    while not (group.stopping.is_set() or orders.is_over(run)):  # which may also come between two starts
         began = time.monotonic()
         group.start()
         code = group.wait()
-        is_over = group.stopping.is_set() or orders.is_over(run)
-        if code == 0 or code in (*PERMANENT, NodeError.exit_code) or is_over:
+        if code in (0, *PERMANENT, NodeError.exit_code) or group.stopping.is_set() or orders.is_over(run):
             break
         if code == STUCK:
             continue
@@ -281,7 +280,9 @@ def supervise(group: ProcessGroup, run: RunDir, max_restarts: int, refused_s: fl
             pause_s, why = min(2.0 ** (restarts - 1), 60.0), f"exit code {code}, {restarts} of {max_restarts}"
         log.warning("%s; start again in %g s", why, pause_s)
         group.report(code)
-        group.stopping.wait(pause_s)
+        due = time.monotonic() + pause_s
+        while time.monotonic() < due and not (orders.is_over(run) or group.stopping.wait(min(pause_s, 1.0))):
+            pass
     return max(code, 0)
 
 
@@ -348,8 +349,7 @@ def _sharing(group: ProcessGroup, run: RunDir, role: str, config: RunConfig) -> 
 
 def _require_gpus(role: str, config: RunConfig) -> None:
     """Check that the node has the role's GPUs; hide all GPUs from a role that is configured for the CPU."""
-    needed = job_counts.gpus(role, config)
-    if needed == 0:
+    if (needed := job_counts.gpus(role, config)) == 0:
         os.environ[gpus.VISIBLE] = ""
     elif needed:
         gpus.require(role, needed // nodes(), os.environ)

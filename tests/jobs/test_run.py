@@ -65,13 +65,6 @@ def test_mistake_in_the_configuration_is_not_tried_again(tmp_path, run, code):
     assert tally.read_text() == "x"
 
 
-def test_order_to_stop_ends_the_restarts(tmp_path, run):
-    tally = tmp_path / "tally"
-    run.stop.touch()
-    supervise(ProcessGroup([python(COUNT + "sys.exit(1)", tally)]), run, max_restarts=3)
-    assert tally.read_text() == "x"
-
-
 LEARNER = COUNT + "import time\nwhile not os.path.exists(sys.argv[2]): time.sleep(0.01)"
 ENGINE = COUNT + "import time; n == 0 and time.sleep(2); sys.exit(1 if n == 0 else 0)"
 
@@ -288,16 +281,18 @@ def test_watchdog_that_slept_finds_its_children_alive(tmp_path):
     assert not watch.frozen([])
 
 
-def test_watchdog_that_waits_between_two_starts_ends_when_it_is_told(tmp_path, run):
+@pytest.mark.parametrize("by", ["signal", "order"])
+def test_watchdog_that_waits_between_two_starts_ends_when_it_is_told(tmp_path, run, by):
     """As after a refusal of the file system, which is waited out for a minute."""
     tally = tmp_path / "tally"
     group = ProcessGroup([python(COUNT + "sys.exit(4)", tally)])
     thread = threading.Thread(target=lambda: supervise(group, run, max_restarts=3, refused_s=600.0))
     thread.start()
     until(lambda: tally.exists() and not any(map(is_alive, [c.pid for c in group._children])))
-    group.forward(signal.SIGTERM, None)
+    group.forward(signal.SIGTERM, None) if by == "signal" else run.stop.touch()
     thread.join(30)
     assert not thread.is_alive()
+    assert tally.read_text() == "x"
 
 
 def test_meeting_folder_goes_with_the_group(tmp_path, run):
