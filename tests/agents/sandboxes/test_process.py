@@ -45,9 +45,12 @@ def test_commands_programs_and_files(task, tmp_path):
 
 
 def test_its_processes_yield_to_the_engine_beside_them(task):
+    """In one session: where the kernel divides processors by sessions, niceness counts within one."""
     yielding = os.nice(0) + 10
     with Process().open(task) as sandbox:
         assert sandbox.run("nice", 10).output == f"{yielding}\n"
+        [session] = {int(sandbox.run("ps -o sid= $$", 10).output) for _ in range(2)}
+        assert session != os.getsid(0)
         assert sandbox.python("import os; print(os.nice(0))", 10).output == f"{yielding}\n"
     with debugging.session(Process(), debugging.task(prog="x = 1\n")) as debug:
         debug.start("prog.py")
@@ -72,7 +75,7 @@ def test_the_time_of_tests_leaves_out_how_long_a_busy_host_lets_them_wait(task, 
     spins = f"import os; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})\nwhile True: pass"
     took = []
     with ExitStack() as stack:
-        for _ in range(6):  # in sessions of their own, of which the kernel may give each an equal share
+        for _ in range(3):  # in sessions of their own, of which the kernel may give each an equal share
             busy = subprocess.Popen([sys.executable, "-c", spins], start_new_session=True)
             stack.callback(stack.enter_context(busy).kill)
         sandbox = stack.enter_context(sandboxes.open(task))
