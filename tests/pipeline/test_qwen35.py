@@ -78,8 +78,8 @@ def test_the_books_of_a_run_on_a_hybrid_model_are_right(killed):
 
 
 def test_an_engine_samples_from_the_learners_newest_weights(killed):
-    """Weights that are one step old have a k3 of .001."""
+    """Weights that are one step old have a k3 of .0001 to .0004, and bfloat16 alone one of .00001."""
     lines = [line for line in curves(killed[0], "learner") if "gap/k3" in line]
     assert {line["step"] for line in lines} == set(range(STEPS))
-    assert max(line["gap/k3"] for line in lines) < 2e-4
+    assert max(line["gap/k3"] for line in lines) < 6e-5
     assert all(line["policy/grad_norm"] > 0 for line in lines)
