@@ -263,7 +263,7 @@ def supervise(group: ProcessGroup, run: RunDir, max_restarts: int, refused_s: fl
     that cannot do the work ends the job, since the next job may get another.
     """
     restarts = code = 0
-    while not (group.stopping.is_set() or orders.is_over(run)):  # which may also come between two starts
+    while not group.stopping.is_set():  # a signal may also come between two starts
         began = time.monotonic()
         group.start()
         code = group.wait()
@@ -281,8 +281,9 @@ def supervise(group: ProcessGroup, run: RunDir, max_restarts: int, refused_s: fl
         log.warning("%s; start again in %g s", why, pause_s)
         group.report(code)
         due = time.monotonic() + pause_s
-        while time.monotonic() < due and not (orders.is_over(run) or group.stopping.wait(min(pause_s, 1.0))):
-            pass
+        while time.monotonic() < due and not group.stopping.wait(min(pause_s, 5.0)):
+            if orders.is_over(run):
+                return 0
     return max(code, 0)
 
 
@@ -339,8 +340,7 @@ def _sharing(group: ProcessGroup, run: RunDir, role: str, config: RunConfig) -> 
         return bool(orders.active(run)) or (newest is not None and newest.step >= config.steps)
 
     group.lasting, group.may_last = job_counts.engines_beside(role, config), is_trained
-    folder = scratch.make()
-    os.environ[gpu_turns.FOLDER] = str(folder)
+    os.environ[gpu_turns.FOLDER] = str(folder := scratch.make())
     try:
         yield
     finally:

@@ -240,7 +240,8 @@ def printed(command: Sequence[str], silent_s: float) -> Iterator[io.BufferedRead
 def free_port(host: str = "") -> int:
     """Return a TCP port of this machine that is free now; raise OSError if the host is another machine.
 
-    It is one that Linux gives to nobody who asks for any, since a server may bind it only after minutes.
+    A server may bind it only after minutes, so it is one that Linux gives to nobody who asks for any port, if
+    there are such.
     """
     others = range(20_000, int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]))
     for port in SystemRandom().sample(others, min(20, len(others))):
@@ -251,7 +252,6 @@ def free_port(host: str = "") -> int:
 
 def _bound(host: str, port: int) -> int:
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, port))
         return int(probe.getsockname()[1])
 

@@ -60,7 +60,7 @@ CODE = {
     ),
     "and protects the folder": (MOVED, ONE.format(FILE) + "os.chmod('/logs/verifier', 0o555)"),
     "and kills the script": (ALWAYS, ONE.format(FILE) + "os.kill(os.getppid(), 9)"),
-    "and kills what runs it": (ALWAYS, ONE.format(FILE) + "os.kill(os.getsid(0), 9)"),
+    "and kills what runs it": (ALWAYS, ONE.format(FILE) + "os.kill(os.getpgrp(), 9)"),
     "is added to the script": (ALWAYS, APPEND.format("/tests/test.sh")),
     "is added to what runs it": (ALWAYS, APPEND.format(".git/script.sh")),
     "is a pipe": (ALWAYS, PIPE),

@@ -162,10 +162,10 @@ def test_gpus_where_there_are_none_and_where_no_driver_is_behind_them(cluster):
 
 
 def test_a_node_that_does_not_answer(healthy_cluster):
-    slow = ("--timeout", "90", "--python", broken(healthy_cluster, "hangs"))
+    slow = ("--timeout", "45", "--python", broken(healthy_cluster, "hangs"))
     report = doctor(healthy_cluster, "--partition", "cpu", *slow)
     assert report.verdict("nodes", CPU) == "fault"
-    assert report.says("nodes", CPU).startswith("1 of 2 nodes answered in 90 s")
+    assert report.says("nodes", CPU).startswith("1 of 2 nodes answered in 45 s")
     assert "node 0 saw no hello-1" in report.says("rename latency", CPU)
     healthy_cluster.wait_for("its job to be gone", lambda: not healthy_cluster.jobs())
 

@@ -79,7 +79,7 @@ def test_reward_rises(trained):
     curve = [rewards[step] for step in sorted(rewards)]
     print("reward", " ".join(f"{reward:.2f}" for reward in curve))
     assert len(curve) == STEPS
-    assert sum(curve[-4:]) > sum(curve[:4])  # by .2 to .5 each, and seldom by less than .1
+    assert sum(curve[-4:]) > sum(curve[:4]) + 0.1  # mostly by 1 or more
 
 
 def test_interrupted_roles_went_on_without_repeating_a_step(trained):

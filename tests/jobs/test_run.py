@@ -285,13 +285,15 @@ def test_watchdog_that_slept_finds_its_children_alive(tmp_path):
 def test_watchdog_that_waits_between_two_starts_ends_when_it_is_told(tmp_path, run, by):
     """As after a refusal of the file system, which is waited out for a minute."""
     tally = tmp_path / "tally"
-    group = ProcessGroup([python(COUNT + "sys.exit(4)", tally)])
-    thread = threading.Thread(target=lambda: supervise(group, run, max_restarts=3, refused_s=600.0))
+    group, codes, reports = ProcessGroup([python(COUNT + "sys.exit(4)", tally)]), list[int](), list[int]()
+    group.report = reports.append
+    work = lambda: codes.append(supervise(group, run, max_restarts=3, refused_s=600.0))  # noqa: E731
+    thread = threading.Thread(target=work)
     thread.start()
-    until(lambda: tally.exists() and not any(map(is_alive, [c.pid for c in group._children])))
+    until(lambda: reports)
     group.forward(signal.SIGTERM, None) if by == "signal" else run.stop.touch()
     thread.join(30)
-    assert not thread.is_alive()
+    assert codes == [4 if by == "signal" else 0]
     assert tally.read_text() == "x"
 
 

@@ -47,7 +47,7 @@ from hpc_swe.cluster.processes import (
 )
 
 END_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 1.0  # one that waits for a stopped child's program to start stops with its end
+STOP_TIMEOUT_S = 10.0  # a process in vfork stops only when its stopped child has ended
 LOCK_TIMEOUT_S = 60.0
 GPUS = "HPC_SWE_GPUS"
 

@@ -15,6 +15,7 @@ import msgspec
 
 from hpc_swe.base.errors import DeadlineError
 from hpc_swe.base.records import Record
+from hpc_swe.cluster.processes import free_port
 
 ROUNDS = 5
 CONNECT_S = 5.0
@@ -73,7 +74,7 @@ def attend(folder: Path, rank: int, nodes: int, wait_s: float) -> list[Peer]:
     if nodes < 2:
         return []
     room = Room(folder, rank, time.monotonic() + wait_s)
-    with socket.create_server(("", 0), backlog=nodes) as server:
+    with socket.create_server(("", free_port()), backlog=nodes) as server:
         room.show(f"{HELLO}-{rank}-{server.getsockname()[1]}-{socket.gethostname()}")
         others = [other for other in range(nodes) if other != rank]
         peers = [_meet(room, rank, other) for other in others]

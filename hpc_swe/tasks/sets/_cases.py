@@ -34,7 +34,7 @@ def output(text):
     given.write(text.encode())
     given.seek(0)
     command, files = [sys.executable, "solution.py"], {"stdin": given, "stdout": printed, "stderr": errors}
-    program = subprocess.Popen(command, **files, start_new_session=True)
+    program = subprocess.Popen(command, **files, preexec_fn=os.setpgrp)
     resource.prlimit(program.pid, resource.RLIMIT_FSIZE, (MOST_BYTES, MOST_BYTES))
     with contextlib.suppress(PermissionError):  # the grader has set a smaller limit
         resource.prlimit(program.pid, resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S + 1))

@@ -39,7 +39,9 @@ def serve(channel: socket.socket) -> None:
     while True:
         message, files, _, _ = socket.recv_fds(channel, 1 << 16, 5)
         if not message:
-            return os.killpg(0, signal.SIGCONT)  # commands may have stopped their reapers
+            for pid in children():
+                os.kill(pid, signal.SIGCONT)  # its command may have stopped it
+            return
         if fork_for(files[0]) == 0:
             channel.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -62,6 +64,7 @@ def oversee(request: dict[str, Any], host: int, *files: int) -> NoReturn:
             os._exit(126)
         for file in files:
             os.close(file)  # a pipe must end with the program that has it
+        os.setpgid(0, 0)  # a command that kills the group of its session's leader does not reach it
         adopt_orphans()
         handle = os.pidfd_open(command)
         send_files(socket.socket(fileno=os.dup(host)), b"started", [os.pidfd_open(os.getpid()), handle])
