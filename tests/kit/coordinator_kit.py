@@ -85,13 +85,7 @@ def requests_of(group):
 
 
 def training(
-    run,
-    limits=LIMITS,
-    every=0,
-    eval_tasks=(),
-    owner="coordinator",
-    steps=STEPS,
-    **planned,
+    run, limits=LIMITS, every=0, eval_tasks=(), owner="coordinator", steps=STEPS, **planned
 ) -> Training:
     log = Log(run.metric_log(owner))
     evaluator = Evaluator(run, eval_tasks, HELD_OUT, 5, log, every)

@@ -18,16 +18,7 @@ from hpc_swe.agents.loops.base import Chat, ContextFull
 from hpc_swe.agents.sandboxes.base import Sandbox
 from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.base.errors import AgentError, EngineError, SandboxError
-from hpc_swe.base.records import (
-    EngineStages,
-    Episode,
-    ExitStatus,
-    Message,
-    Node,
-    Task,
-    float_array,
-    id_array,
-)
+from hpc_swe.base.records import EngineStages, Episode, ExitStatus, Message, Node, Task, float_array, id_array
 from hpc_swe.base.store import atomic
 from tests.kit.checkout import environment
 from tests.kit.stage import REPLIES, V1, Doing, Rig, rig
