@@ -41,7 +41,7 @@ BUDGETS = {
     "hpc_swe/base": 1_609,  # finds what a wheel brings; says which class to inherit; the interval of a share
     "hpc_swe/base/records": 653,
     "hpc_swe/base/store": 1_962,  # lets a group read a part of a run
-    "hpc_swe/cluster": 676,
+    "hpc_swe/cluster": 685,
     "hpc_swe/cluster/executors": 936,  # jobs run from a file of their node
     "hpc_swe/config": 1_327,  # harbor and its grader; says what has become of removed keys
     "hpc_swe/demo": 933,  # builds its image; what a published model learns, with controls, in one command

@@ -243,11 +243,20 @@ def free_port(host: str = "") -> int:
     A server may bind it only after minutes, so it is one that Linux gives to nobody who asks for any port, if
     there are such.
     """
-    others = range(20_000, int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]))
-    for port in SystemRandom().sample(others, min(20, len(others))):
+    for port in _quiet_ports():
         with contextlib.suppress(OSError):
             return _bound(host, port)
     return _bound(host, 0)
+
+
+def _quiet_ports() -> list[int]:
+    """Choose some ports that Linux gives to nobody who asks for any; none where it does not say which."""
+    try:
+        first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        return []
+    quiet = range(20_000, first_given)
+    return SystemRandom().sample(quiet, min(20, len(quiet)))
 
 
 def _bound(host: str, port: int) -> int:
