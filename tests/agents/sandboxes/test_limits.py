@@ -119,9 +119,9 @@ files = 0
 try:
     while os.open("/dev/null", 0): files += 1
 except OSError: pass
-print(watches <= 64, files <= 4096, resource.getrlimit(resource.RLIMIT_CORE), os.nice(0) >= 10)
+print(watches <= 64, files <= 4096, resource.getrlimit(resource.RLIMIT_CORE), os.nice(0) >= 10, os.getsid(0))
 """
-    assert sandbox.python(count, 20).output == "True True (1, 1) True\n"
+    assert sandbox.python(count, 20).output == "True True (1, 1) True 0\n", "session 0 is outside"
 
 
 def test_a_full_disk_is_the_command_s_error_and_the_tools_say_so(sandbox):
