@@ -12,7 +12,12 @@ unset PYTHONDONTWRITEBYTECODE # or each of some thousand processes compiles the 
 export OMP_NUM_THREADS=1 # or torch's threads spin on cores that the other parts use
 shared=$(mktemp -d)
 export HPC_SWE_TEST_SHARED=$shared # what one part has made, and others need as well
-trap 'kill -- $(cat "$shared"/*.group) $(jobs -p | sed s/^/-/) 2>/dev/null; rm -rf "$shared"' EXIT
+end() {
+  kill -INT -- $(cat "$shared"/*.group 2>/dev/null) 2>/dev/null
+  kill -- $(jobs -p | sed s/^/-/) 2>/dev/null
+  rm -rf "$shared"
+}
+trap end EXIT
 set -m # else what runs in the background, and all that it starts, ignores SIGINT
 
 run() { # NAME ARGUMENT...

@@ -36,7 +36,7 @@ BUDGETS = {
     "hpc_swe/agents": 114,  # shows failures with less parsing
     "hpc_swe/agents/chat": 1_303,  # four forms of tool calls
     "hpc_swe/agents/loops": 804,  # answers of models that call no tools
-    "hpc_swe/agents/sandboxes": 2_849,  # says how busy a command was; lists each folder once
+    "hpc_swe/agents/sandboxes": 2_851,  # says how busy a command was; lists each folder once
     "hpc_swe/agents/tools": 1_795,
     "hpc_swe/base": 1_609,  # finds what a wheel brings; says which class to inherit; the interval of a share
     "hpc_swe/base/records": 653,

@@ -39,6 +39,7 @@ def serve(channel: socket.socket) -> None:
     while True:
         message, files, _, _ = socket.recv_fds(channel, 1 << 16, 5)
         if not message:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who ends now keeps its number
             for pid in children():
                 os.kill(pid, signal.SIGCONT)  # its command may have stopped it
             return
@@ -65,6 +66,7 @@ def oversee(request: dict[str, Any], host: int, *files: int) -> NoReturn:
         for file in files:
             os.close(file)  # a pipe must end with the program that has it
         os.setpgid(0, 0)  # a command that kills the group of its session's leader does not reach it
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which a stopped one gets when the interpreter ends
         adopt_orphans()
         handle = os.pidfd_open(command)
         send_files(socket.socket(fileno=os.dup(host)), b"started", [os.pidfd_open(os.getpid()), handle])
