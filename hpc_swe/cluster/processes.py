@@ -116,9 +116,9 @@ def is_stopped(pid: int) -> bool:
 
 
 def await_stop(pids: Iterable[int], timeout_s: float) -> None:
-    """Wait until all threads of processes that were told to stop have done so, or for a time.
+    """Wait until all threads of processes that were sent SIGSTOP have stopped, for at most `timeout_s`.
 
-    Until then, one that is in a fork may still have a child.
+    A process that is inside fork may still start a child before it stops.
     """
     deadline = time.monotonic() + timeout_s
     while any(map(_runs, pids)) and time.monotonic() < deadline:
@@ -240,23 +240,23 @@ def printed(command: Sequence[str], silent_s: float) -> Iterator[io.BufferedRead
 def free_port(host: str = "") -> int:
     """Return a TCP port of this machine that is free now; raise OSError if the host is another machine.
 
-    A server may bind it only after minutes, so it is one that Linux gives to nobody who asks for any port, if
-    there are such.
+    It lies below the ephemeral ports, if there is room: a server may bind it minutes later, and meanwhile
+    Linux may give an ephemeral port to another program.
     """
-    for port in _quiet_ports():
+    for port in _ports_below_ephemeral():
         with contextlib.suppress(OSError):
             return _bound(host, port)
     return _bound(host, 0)
 
 
-def _quiet_ports() -> list[int]:
-    """Choose some ports that Linux gives to nobody who asks for any; none where it does not say which."""
+def _ports_below_ephemeral() -> list[int]:
+    """Choose some ports at random; none where the range of ephemeral ports is not to be read."""
     try:
-        first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+        lowest_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except OSError:
         return []
-    quiet = range(20_000, first_given)
-    return SystemRandom().sample(quiet, min(20, len(quiet)))
+    below = range(20_000, lowest_ephemeral)
+    return SystemRandom().sample(below, min(20, len(below)))
 
 
 def _bound(host: str, port: int) -> int:

@@ -117,10 +117,10 @@ assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-def test_a_free_port_is_none_that_a_socket_gets_which_asks_for_any():
+def test_a_free_port_lies_below_the_ephemeral_ports():
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    with socket.create_server(("127.0.0.1", 0)) as any_socket:
-        assert free_port("127.0.0.1") < lowest <= any_socket.getsockname()[1] or lowest <= 20_000
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert free_port("127.0.0.1") < lowest <= server.getsockname()[1] or lowest <= 20_000
 
 
 def test_a_late_command_is_left_although_another_process_holds_its_pipes(tmp_path):

@@ -95,7 +95,7 @@ def test_a_part_that_hangs_is_named_with_its_stack_and_restarted(hung, role, why
     small, said = hung
     names = [name for name in atomic.names(small.out.stacks) if f"-{role}-" in name]
     shown = [name for name in names if line in (small.out.stacks / name).read_text()]
-    assert shown, "a busy machine may have more of them, which wait elsewhere"
+    assert shown, f"none of {names} shows {line}"  # a busy machine may have further ones
     text = next(each for each in said if f"stacks/{shown[0]}" in each)
     assert text.startswith(f"stuck {role}, restart")
     assert why in text

@@ -121,7 +121,7 @@ try:
 except OSError: pass
 print(watches <= 64, files <= 4096, resource.getrlimit(resource.RLIMIT_CORE), os.nice(0) >= 10, os.getsid(0))
 """
-    assert sandbox.python(count, 20).output == "True True (1, 1) True 0\n", "session 0 is outside"
+    assert sandbox.python(count, 20).output == "True True (1, 1) True 0\n", "0 is a session outside"
 
 
 def test_a_full_disk_is_the_command_s_error_and_the_tools_say_so(sandbox):

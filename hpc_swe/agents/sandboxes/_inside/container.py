@@ -265,7 +265,7 @@ def run(kind: str, files: list[int], workdir: str, settings: Table, python: str 
     """Run a shell command, or a Python program in this warm interpreter; called in the forked child."""
     try:
         program = os.pread(files[0], os.fstat(files[0]).st_size, 0).decode()
-        os.setpgid(0, 0)  # and no session: the kernel may give each an equal share of the processors
+        os.setpgid(0, 0)  # no session: Linux may give each session an equal share of the processors
         call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)
         for number, source in enumerate((os.open(os.devnull, os.O_RDONLY), files[1], files[1])):
             os.dup2(source, number)

@@ -39,7 +39,7 @@ def serve(channel: socket.socket) -> None:
     while True:
         message, files, _, _ = socket.recv_fds(channel, 1 << 16, 5)
         if not message:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who ends now keeps its number
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # so that a pid listed below stays its reaper's
             for pid in children():
                 os.kill(pid, signal.SIGCONT)  # its command may have stopped it
             return
@@ -66,7 +66,7 @@ def oversee(request: dict[str, Any], host: int, *files: int) -> NoReturn:
         for file in files:
             os.close(file)  # a pipe must end with the program that has it
         os.setpgid(0, 0)  # a command that kills the group of its session's leader does not reach it
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which a stopped one gets when the interpreter ends
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # sent to a stopped reaper when its interpreter ends
         adopt_orphans()
         handle = os.pidfd_open(command)
         send_files(socket.socket(fileno=os.dup(host)), b"started", [os.pidfd_open(os.getpid()), handle])
@@ -129,7 +129,7 @@ def run(request: dict[str, Any], program: int, output: int, *more: int) -> NoRet
     try:
         text = os.pread(program, os.fstat(program).st_size, 0).decode()
         environment = request["environment"]
-        os.setpgid(0, 0)  # and no session: the kernel may give each an equal share of the processors
+        os.setpgid(0, 0)  # no session: Linux may give each session an equal share of the processors
         for number, source in enumerate((os.open(os.devnull, os.O_RDONLY), output, output)):
             os.dup2(source, number)
         passed = [str(os.dup2(file, number)) for number, file in enumerate(more, 256)]
