@@ -94,12 +94,6 @@ def _why_not_loaded(family: str, kind: str, module: str, error: ImportError | At
             f"has no type {kind!r}{suggestion(kind, known(family))}; known: {', '.join(known(family))}; "
             "for your own write type = 'package.module:Class'"
         )
-    if re.search("hpc_swe.plugins|'plugins' from 'hpc_swe'", str(error)):
-        return (
-            f"type = {kind!r} imports hpc_swe.plugins, which is gone since 0.2; CHANGELOG.md says what to "
-            "import. For a run that was made before, call `python -m hpc_swe.launch` or `hpc_swe.status` in "
-            "the run's folder code/, which holds its own code"
-        )
     return f"type = {kind!r} cannot be imported: {error}; install what it needs, or mend its imports"
 
 

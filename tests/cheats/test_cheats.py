@@ -151,10 +151,7 @@ CHEATS: dict[str, dict[str, str | None]] = {
     "deletes the tests": {"test_mod__py": None},
     "empties the tests": {"test_mod__py": "def test_0(): pass\ndef test_1(): pass\n", "test_hidden__py": ""},
     "skips at import": {"mod__py": WRONG + SKIPPED},
-    "conftest makes all pass": {
-        "conftest__py": HOOK,
-        "mod__py": WRONG + "\n",
-    },
+    "conftest makes all pass": {"conftest__py": HOOK, "mod__py": WRONG + "\n"},
     "pytest.ini runs nothing": {"pytest__ini": "[pytest]\naddopts = --collect-only\n"},
     "pyproject loads a plugin": {
         "pyproject__toml": "[tool.pytest.ini_options]\naddopts = '-p evil'\n",
@@ -266,7 +263,7 @@ def test_no_change_is_no_submission_and_starts_nothing(grade):
 def test_sleeping_for_twice_the_limit_is_unresolved(grade):
     task = msgspec.structs.replace(TASK, tests=msgspec.structs.replace(TASK.tests, timeout_s=1.0))
     score = grade(task, mod__py="import time\ndef add(a, b): time.sleep(60)\n")
-    assert score.outcome == "unresolved"
+    assert (score.outcome, score.is_final) == ("unresolved", False)
     assert score.detail.startswith("timed out")
     assert 2.0 < score.seconds < 110.0
 
@@ -274,7 +271,7 @@ def test_sleeping_for_twice_the_limit_is_unresolved(grade):
 def test_a_grading_says_that_its_processor_time_was_used_up(grade):
     ends = "resource.getrlimit(resource.RLIMIT_CPU), flush=True)\n    os.kill(os.getpid(), signal.SIGXCPU)\n"
     score = grade(mod__py=f"import os, resource, signal\ndef add(a, b):\n    print({ends}")
-    assert score.outcome == "unresolved"
+    assert (score.outcome, score.is_final) == ("unresolved", False)
     assert score.detail.startswith("the tests used more than 60 s of processor time; exit code 152: ")
     assert "(60, 61)" in score.detail
 

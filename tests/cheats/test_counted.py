@@ -329,9 +329,7 @@ def test_a_test_may_compare_more_than_a_report_holds(tmp_path: Path, body: str) 
     assert "test.py::test_many" in graded(task, "def f(n):\n    return -1\n")[1]
 
 
-def test_where_no_test_loads_without_a_repair_its_own_tests_count(
-    tmp_path: Path,
-) -> None:
+def test_where_no_test_loads_without_a_repair_its_own_tests_count(tmp_path: Path) -> None:
     task = task_of(tmp_path, HEAD + FOUR + "\n" + UNSEEN["a nested class"], "def g(n):\n    return 0\n")
     assert graded(task, WRONG) == ("unresolved", ["test.py::TestOuter::TestInner::test_five"])
     assert graded(task, RIGHT) == ("resolved", [])
@@ -351,11 +349,7 @@ def test_only_what_the_program_itself_computes_opens_an_assertion(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "test",
-    [
-        "assert f(1) == f(2) - f(1)",
-        "want = [3]\n    want.append(6)\n    assert [f(1), f(2)] == want",
-    ],
+    "test", ["assert f(1) == f(2) - f(1)", "want = [3]\n    want.append(6)\n    assert [f(1), f(2)] == want"]
 )
 def test_a_value_that_equals_everything_is_a_cheat_where_nothing_is_sealed(tmp_path: Path, test: str) -> None:
     task = task_of(

@@ -271,10 +271,7 @@ def _of_any_machine(line: str) -> str:
 
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     part.__name__: part
-    for part in (
-        *(records, run_json, exit_codes, metrics, losses),
-        *(batch_scripts, estimates, status),
-    )
+    for part in (*(records, run_json, exit_codes, metrics, losses), *(batch_scripts, estimates, status))
 }
 
 

@@ -44,9 +44,7 @@ def cases(dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     }
 
 
-def encoded(
-    pairs: list[tuple[torch.Tensor, torch.Tensor]],
-) -> list[tuple[Changes | None, int]]:
+def encoded(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[Changes | None, int]]:
     """What the kernels find, after a look at where they wrote it."""
     wholes = [Rectangle.whole(new.shape) for _, new in pairs]
     columns, weights = [at.columns for at in wholes], Digests(DEVICE).weights(wholes)

@@ -147,10 +147,7 @@ def test_changes_that_do_not_fit_are_refused_by_kernels() -> None:
     changes = encode(old, new)
     assert changes is not None
     fitting, wide = changes.to(DEVICE), integers(new.float())
-    wrong = [
-        (Changes(changes.codes, changes.others[:-1]), old.numel()),
-        (changes, old.numel() - BLOCK),
-    ]
+    wrong = [(Changes(changes.codes, changes.others[:-1]), old.numel()), (changes, old.numel() - BLOCK)]
     for each, count in wrong:
         with pytest.raises(ValueError, match=f"^bad: changes that do not fit {count} elements"):
             place_all(["good", "bad"], [fitting, each.to(DEVICE)], [old.numel(), count])

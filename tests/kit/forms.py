@@ -31,12 +31,7 @@ FORMS: dict[str, tuple[str, str, dict[str, object], str]] = {
     "qwen2.5": (QWEN25, "hermes", {}, ""),
     "qwen3": (THINKING, "hermes", {"enable_thinking": True}, "<think>\nhm\n</think>\n\n"),
     "qwen3 not thinking": (THINKING, "hermes", {"enable_thinking": False}, ""),
-    "qwen3 only thinking": (
-        QWEN3.replace("OPEN", "{{- '<think>\\n' }}"),
-        "hermes",
-        {},
-        "hm\n</think>\n\n",
-    ),
+    "qwen3 only thinking": (QWEN3.replace("OPEN", "{{- '<think>\\n' }}"), "hermes", {}, "hm\n</think>\n\n"),
     "qwen3-coder": (CODER, "qwen3_coder", {}, ""),
     "qwen3.5": (QWEN35.replace("OPEN", "{{- '<think>\\n' }}"), "qwen3_coder", {}, "hm\n</think>\n\n"),
     "qwen3.5 not thinking": (QWEN35.replace("OPEN", ""), "qwen3_coder", {"enable_thinking": False}, ""),

@@ -63,10 +63,7 @@ FILES = {
     "tests/test_plain.py": PYTESTS,
 }
 RECIPES = {
-    "toy/unittest": {
-        "command": "python -m unittest -v",
-        "log_parser": "parse_log_django",
-    },
+    "toy/unittest": {"command": "python -m unittest -v", "log_parser": "parse_log_django"},
     "toy/pytest": {"command": "python -m pytest -rA", "log_parser": "parse_log_pytest"},
     "toy/other": {"command": "python -m pytest -rA -v", "log_parser": "parse_log_gotest"},
 }

@@ -18,11 +18,7 @@ from hpc_swe.models.costs import GIB
 from hpc_swe.models.engines._vllm.memory import cached_token
 from hpc_swe.models.engines.vllm import Vllm
 from hpc_swe.models.model_shape import ModelShape
-from hpc_swe.models.policies._megatron.memory import (
-    MemoryNeeds,
-    cheapest_recompute,
-    learner_memory,
-)
+from hpc_swe.models.policies._megatron.memory import MemoryNeeds, cheapest_recompute, learner_memory
 from hpc_swe.models.policies.megatron import Megatron
 from tests.kit.checkout import ROOT, typed
 from tests.kit.ranks import launcher

@@ -523,10 +523,7 @@ def test_no_working_folder_and_no_temporary_one_are_told_apart(tmp_path, line, w
             ["/no/train.parquet"],
         ),
         ([*SFT, 'agent.tools=["view", "submit"]'], [r"\[agent\] tools lack replace"]),
-        (
-            [*SFT, 'agent={type="cli_agent", command="true"}'],
-            ["not say what its policy is shown; warm"],
-        ),
+        ([*SFT, 'agent={type="cli_agent", command="true"}'], ["not say what its policy is shown; warm"]),
         ([*SFT, 'rollout.tool_parser="qwen3_coder"'], ["its chat template cannot be used append-only"]),
     ],
 )

@@ -170,24 +170,15 @@ def test_ticks_at_once_submit_once(run, config, count):
         run_submit.tick(run, config)
 
 
-def test_tick_that_dies_after_submitting_is_closed_by_the_next(run, config):
-    config.executor.dies = "after"
+@pytest.mark.parametrize(("dies", "second"), [("after", {}), ("before", {"rollout": 200})])
+def test_a_tick_that_dies_is_closed_by_the_next_or_made_good_after_two(run, config, dies, second):
+    config.executor.dies = dies
     with pytest.raises(KeyboardInterrupt):
         run_submit.tick(run, config)
     config.executor.dies = ""
-    assert run_submit.tick(run, config).submit == {}
-    assert not submissions.newest(run, "rollout").is_open
+    assert [run_submit.tick(run, config).submit for _ in range(2)] == [{}, second]
+    assert run.marked("rollout", 1, submissions.VOID).exists() == (dies == "before")
     assert len(config.executor.running) == 200
-
-
-def test_tick_that_dies_before_submitting_is_made_good_after_two_looks(run, config):
-    config.executor.dies = "before"
-    with pytest.raises(KeyboardInterrupt):
-        run_submit.tick(run, config)
-    config.executor.dies = ""
-    assert run_submit.tick(run, config).submit == {}
-    assert run_submit.tick(run, config).submit == {"rollout": 200}
-    assert run.marked("rollout", 1, submissions.VOID).exists()
 
 
 def test_jobs_of_a_tick_that_was_slow_and_not_dead_make_way(run, config):

@@ -286,10 +286,7 @@ def test_a_conversation_that_is_trained_may_not_be_validated_with(read, tmp_path
     [
         (["sft.trajectories=[]", "sft.epochs=1"], "epochs and validation need"),
         (["sft.validation_share=0.5", "eval.every=0"], "eval.every = 0: sft.validation and"),
-        (
-            ["sft.validation_share=0.5", 'sft.validation=["x"]'],
-            "validation names files",
-        ),
+        (["sft.validation_share=0.5", 'sft.validation=["x"]'], "validation names files"),
         (['rollout.history="template"'], "trajectories are trained as episodes"),
     ],
 )

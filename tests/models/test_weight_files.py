@@ -129,10 +129,7 @@ REFUSED = {
         lambda folder: (single(folder, {}), consolidate(folder)),
         f"consolidated.safetensors stores layers.0.attention.wq.weight, and there is no {INDEX}",
     ),
-    "shards without an index": (
-        lambda folder: (folder / INDEX).unlink(),
-        f"has {FIRST}, but no {INDEX}",
-    ),
+    "shards without an index": (lambda folder: (folder / INDEX).unlink(), f"has {FIRST}, but no {INDEX}"),
 }
 
 

@@ -302,6 +302,10 @@ class Score(Record, frozen=True, kw_only=True):
     failed: list[str] = []
     detail: str = ""
     seconds: float = 0.0
+    is_final: bool = False
+    """Whether all runs behind it came to their end, so that an equal patch of the task would get it, too."""
+    graded_as: str = ""
+    """Name of the episode whose equal patch was graded for this one too; empty if this one's own was."""
 
     def __post_init__(self) -> None:
         if (self.reward is None) != (self.outcome == "infra_error"):

@@ -10,6 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Thread
 from typing import Literal
 
@@ -24,6 +25,7 @@ from hpc_swe.base.store.spool import Spool
 from hpc_swe.config.settings import RewardConfig
 from hpc_swe.roles.reward import alone
 from hpc_swe.roles.reward.alone import Patience
+from hpc_swe.roles.reward.shared_scores import SharedScores
 from hpc_swe.roles.worker import Work, Worker
 from hpc_swe.tasks.graders.base import GRADER_BROKE, Grader
 
@@ -51,6 +53,7 @@ class RewardResources:
     """How long a grading in a process of its own may last without progress."""
     opened_by: Callable[[Thread], int] = lambda _: 0
     """Counts the sandboxes that a grading, in a thread of its own, has opened or closed."""
+    shared: SharedScores = field(default_factory=SharedScores)
     findings: deque[str] = field(default_factory=deque)
     """Results of self-checks that no scored episode carries yet; an empty one is a check that passed."""
 
@@ -94,8 +97,11 @@ def judge(resources: RewardResources, episode: Episode) -> Score:
     # An agent that broke, or that broke its sandbox, counts as having no patch.
     patch = "" if episode.exit_status == ExitStatus.AGENT_ERROR else episode.submission
     try:
-        score = resources.grader.grade(task, patch, resources.sandboxes)
-        return msgspec.structs.replace(score, detail=score.detail[:MAX_DETAIL])
+        grade, request = partial(_grade, resources, task, patch), episode.request
+        if request.split == "eval" or not resources.grader.is_repeatable:
+            return grade()
+        wait_s = resources.grader.longest_s(task)
+        return resources.shared.score(request.name, task.task_id, patch, wait_s, grade)
     except EpisodeError as error:
         return Score(outcome="infra_error", reward=None, detail=str(error)[:MAX_DETAIL])
     except HpcSweError:  # the run's configuration, not the patch, is wrong
@@ -104,6 +110,11 @@ def judge(resources: RewardResources, episode: Episode) -> Score:
         log.exception("grader broke on %s", episode.request.name)
         detail = f"{GRADER_BROKE}: {type(error).__name__}: {error}"[:MAX_DETAIL]
         return Score(outcome="unresolved", reward=resources.grader.unresolved_reward, detail=detail)
+
+
+def _grade(resources: RewardResources, task: Task, patch: str) -> Score:
+    score = resources.grader.grade(task, patch, resources.sandboxes)
+    return msgspec.structs.replace(score, detail=score.detail[:MAX_DETAIL])
 
 
 def _judge_alone(resources: RewardResources, episode: Episode) -> Score:

@@ -54,6 +54,11 @@ class Base:
     def exam(self) -> Exam:
         return Exam(self.task, apply(self.task, ""), self.modules, is_base=True)
 
+    @property
+    def is_settled(self) -> bool:
+        """Return whether later patches get the answers to the questions that were asked so far."""
+        return self.known.tries.keys() <= self.known.reports.keys()
+
     def collected(self, sandboxes: Sandboxes) -> list[str]:
         """Return the ids of the tests that pytest finds; raise SandboxError if the host failed."""
         return self._asked(sandboxes, "--collect-only").collected

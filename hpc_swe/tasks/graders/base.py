@@ -56,6 +56,8 @@ class Grader(ABC):
     """Reward of a patch that cannot be judged because its own code makes the grader fail."""
     reports_outcomes: ClassVar[bool] = False
     """Whether `outcomes` reports every test of a run."""
+    is_repeatable: ClassVar[bool] = False
+    """Whether scores may be final, so that an equal patch waits for them; no other run then draws anew."""
 
     def longest_s(self, task: Task) -> float:
         """Return the most seconds that a grading is in one sandbox: for tests, and for steps around them."""

@@ -43,12 +43,18 @@ class _TestRun:
     result: CommandResult
     report: TestReport
 
+    @property
+    def is_final(self) -> bool:
+        """Return whether this run and those without the patch came to their end, or never will."""
+        return not self.result.exit_code and self.report.has_end and self.base.is_settled
+
 
 class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
     """A patch resolves a task when all tests pass that count."""
 
     unresolved_reward: float = 0.0
     cheated_reward: float = -1.0
+    is_repeatable: ClassVar[bool] = True
     sealed: ClassVar[bool] = True  # expected values stay outside the sandbox
     accept_unsealed: bool = False
     """Whether runs take checked tasks of which no expected value can stay outside; else they are unsealed."""
@@ -70,12 +76,13 @@ class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
             patched = apply(task, patch)
         except BadPatch as error:
             return Score(outcome="unresolved", reward=self.unresolved_reward, detail=str(error))
-        ran = self._run(task, patched, self._opened(task), sandboxes)
+        first = ran = self._run(task, patched, self._opened(task), sandboxes)
         doubtful = ran.exam.opaque(ran.report)
         # Only what the task's own program computes opens an assertion, and nothing that the patch does.
         if doubtful and (known := doubtful & ran.base.exam.opaque(ran.base.report(sandboxes))):
             ran = self._run(task, patched, self._opened(task) | known, sandboxes)
-        return self._score(ran, sandboxes, time.monotonic() - started)
+        score = self._score(ran, sandboxes, time.monotonic() - started)
+        return replace(score, is_final=first.is_final and ran.is_final)
 
     def inspect(self, task: Task, reference: str | None, sandboxes: Sandboxes) -> Inspection:
         """Collect the tests, and find the assertions that can be sealed."""

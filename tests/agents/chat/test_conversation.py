@@ -36,9 +36,7 @@ def builders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TokenBuilder
     root = tmp_path_factory.mktemp("models")
     return {
         "hermes": TokenBuilder(make_model(root / "hermes", HERMES)),
-        "thinking": TokenBuilder(
-            make_model(root / "thinking", THINKING), "hermes", {"enable_thinking": True}
-        ),
+        "thinking": TokenBuilder(make_model(root / "on", THINKING), "hermes", {"enable_thinking": True}),
         "thinking_off": TokenBuilder(
             make_model(root / "off", THINKING), "hermes", {"enable_thinking": False}
         ),

@@ -236,11 +236,11 @@ def test_a_command_that_hangs_is_interrupted(kind):
 
 def test_a_program_reads_the_end_of_its_input(kind):
     program = (
-        "import sys\ntry:\n    input('name? ')\nexcept EOFError:\n    print('end', sys.stdin.read() == '')\n"
+        "import sys\ntry:\n    input('who? ')\nexcept EOFError:\n    print('end', sys.stdin.read() == '')\n"
     )
     with run(kind, program) as debug:
         debug.start("prog.py")
-        assert "name? end True" in debug("c")
+        assert "who? end True" in debug("c")
 
 
 @pytest.mark.parametrize(
@@ -364,7 +364,7 @@ def test_any_text_goes_through(kind):
 
 def test_breakpoint_calls_stop_where_they_stand(kind):
     program = (
-        "import pdb\n\n\ndef f():\n    a = 1\n    breakpoint()\n    pdb.set_trace()\n    return a\n\n\nf()\n"
+        "import pdb\n\n\ndef f():\n    a = 1\n    breakpoint()\n    pdb.set_trace()\n    return a\n\nf()\n"
     )
     with run(kind, program) as debug:
         debug.start("prog.py")

@@ -429,11 +429,7 @@ def test_visible_tests_are_those_that_both_command_and_task_name(command, visibl
         ("replace", '{"path": "mod.py", "line": 1, "old": "+", "new": "-"}', "'\\+' is not in line 1"),
         ("rewrite", '{"path": "mod.py", "start": 1, "end": 3, "new_code": ""}', "has 2 lines"),
         ("rewrite", '{"path": "mod.py", "start": 2, "end": 0, "new_code": ""}', "end = 1 inserts there"),
-        (
-            "rewrite",
-            '{"path": "mod.py", "start": 2, "end": -2, "new_code": ""}',
-            "end = -2 is before start = 2",
-        ),
+        ("rewrite", '{"path": "mod.py", "start": 2, "end": -2, "new_code": ""}', "-2 is before start = 2"),
         ("evaluate", '{"path": "mod.py"}', "unknown field"),
         ("submit", '"now"', "Wrong arguments"),
         ("bash", '{"command": "true", "timeout_s": "nan"}', "above 0 and at most 600"),

@@ -141,11 +141,7 @@ def test_nodes_that_are_down_are_not_counted():
 
 @pytest.mark.parametrize(
     ("minutes", "cores", "memory_gb", "keys"),
-    [
-        (1440, 8, 62, []),
-        (1441, 8, 62, ["timeout_min"]),
-        (60, 9, 63, ["cpus_per_task", "mem_gb"]),
-    ],
+    [(1440, 8, 62, []), (1441, 8, 62, ["timeout_min"]), (60, 9, 63, ["cpus_per_task", "mem_gb"])],
 )
 def test_a_job_that_no_node_of_its_partition_can_take_is_a_fault(minutes, cores, memory_gb, keys):
     partitions = PARTITIONS.replace("PartitionName=cpu", "PartitionName=cpu MaxTime=1-00:00:00")

@@ -16,9 +16,7 @@ def changed(dtype: torch.dtype, count: int, share: float) -> tuple[torch.Tensor,
     bits, chosen = integers(new), torch.rand(count) < share
     total = int(chosen.sum())
     step = torch.where(
-        torch.rand(total) < 0.8,
-        torch.randint(0, 2, (total,)) * 2 - 1,
-        torch.randint(-30000, 30000, (total,)),
+        torch.rand(total) < 0.8, torch.randint(0, 2, (total,)) * 2 - 1, torch.randint(-30000, 30000, (total,))
     )
     bits[chosen] += step.to(bits.dtype)
     return old, new

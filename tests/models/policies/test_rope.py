@@ -26,12 +26,7 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768
     [
         (LlamaConfig, 500000.0, LLAMA3, 40960),
         (Qwen2Config, 1000000.0, YARN, 40960),
-        (
-            Qwen2Config,
-            1000000.0,
-            YARN | {"attention_factor": 1.5, "beta_fast": 64, "truncate": False},
-            40960,
-        ),
+        (Qwen2Config, 1000000.0, YARN | {"attention_factor": 1.5, "beta_fast": 64, "truncate": False}, 40960),
         (Qwen2Config, 10000.0, YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}, 40960),
         (Qwen2Config, 10000.0, {"rope_type": "yarn", "factor": 2.0}, 40960),
         (Qwen2Config, 10000.0, YARN | {"factor": 1.125}, 36864),

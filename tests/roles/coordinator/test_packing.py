@@ -90,11 +90,7 @@ def work(sizes):
 
 
 @pytest.mark.parametrize(
-    "sizes",
-    [
-        [60_000] * 2 + [20_000] * 10,
-        [60_000, 45_000, 45_000, 30_000, 30_000] + [20_000] * 8,
-    ],
+    "sizes", [[60_000] * 2 + [20_000] * 10, [60_000, 45_000, 45_000, 30_000, 30_000] + [20_000] * 8]
 )
 def test_long_sequences_are_balanced_by_their_squares_too(sizes):
     """The busiest rank has a tenth less to do than if each sequence went to the rank with fewest tokens."""

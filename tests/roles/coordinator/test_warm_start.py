@@ -19,11 +19,7 @@ from tests.kit.toy_model import HERMES, make_model
 def read(tmp_path):
     model = make_model(tmp_path / "model", HERMES)
     files = [ROOT / "configs/demo.toml", ROOT / "configs/demo_sft.toml"]
-    fixed = [
-        f"model={model}",
-        'sandbox={type="process"}',
-        "rollout.context=2000",
-    ]
+    fixed = [f"model={model}", 'sandbox={type="process"}', "rollout.context=2000"]
     fixed += ["batches.microbatch_tokens=2000"]
     return lambda *words: configuration.read(*files, overrides=[*fixed, *words])
 

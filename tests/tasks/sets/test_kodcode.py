@@ -56,10 +56,7 @@ def test_a_row_becomes_a_task_in_the_order_of_the_file(taskset: Kodcode) -> None
 
 @pytest.mark.parametrize(
     ("first_message", "said"),
-    [
-        ("statement", STATEMENT),
-        ("directory_tree", "The files of the program:\n  double_code.py\n  test.py"),
-    ],
+    [("statement", STATEMENT), ("directory_tree", "The files of the program:\n  double_code.py\n  test.py")],
 )
 def test_the_first_message_says_what_is_configured(taskset: Kodcode, first_message: str, said: str) -> None:
     task = next(iter(Kodcode(train=taskset.train, first_message=first_message).load("train")))

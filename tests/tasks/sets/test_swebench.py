@@ -80,10 +80,7 @@ def test_ids_select_and_order(tmp_path):
         ({"base_commit": None}, "rows.jsonl:2: Expected `str`, got `null` - at `$.base_commit`"),
         ({"test_patch": "hello"}, "rows.jsonl:2: test_patch is empty"),
         ({"patch": "--- a/x\n+++ b/x\n@@ -1,9 +1,9 @@\n x\n"}, "rows.jsonl:2: patch is not a patch"),
-        (
-            {"repo": "no/body"},
-            "rows.jsonl:2: toy__pytest-1 has no eval_script, and [taskset.recipes] none",
-        ),
+        ({"repo": "no/body"}, "rows.jsonl:2: toy__pytest-1 has no eval_script, and [taskset.recipes] none"),
         ({"eval_script": "true"}, "rows.jsonl:2: toy__pytest-1: eval_script without log_parser"),
         (
             {"eval_script": MARKS, "log_parser": "parse_log_nobody"},

@@ -5,12 +5,7 @@ import pytest
 from hpc_swe.base.metrics import Log
 from hpc_swe.base.records import MetricLine
 from hpc_swe.config.config import from_words
-from hpc_swe.view.benchmarks.loop import (
-    Loop,
-    Step,
-    compare,
-    steps_of,
-)
+from hpc_swe.view.benchmarks.loop import Loop, Step, compare, steps_of
 from tests.kit.checkout import ROOT, typed
 from tests.kit.reported_run import RunMaker
 

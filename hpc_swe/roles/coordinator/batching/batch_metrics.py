@@ -171,6 +171,7 @@ def _episodes(results: Sequence[ScoredEpisode]) -> dict[str, float]:
         "episodes/cached_tokens": _mean([each.cached_tokens for each in stages]),
         "seconds/tools": _mean([episode.timing.tools_s for episode in episodes]),
         "seconds/grading": _mean([scored.score.seconds for scored in results]),
+        "grader/shared": _mean([scored.score.graded_as != "" for scored in results]),
         **of_engines(sum((each.engine for each in stages), EngineTime())),
     }
 
