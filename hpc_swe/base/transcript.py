@@ -37,7 +37,9 @@ def as_text(scored: ScoredEpisode) -> str:
     if episode.error:
         parts += ["--- error", clean(episode.error)]
     parts += ["--- submission", clean(episode.submission.rstrip("\n")) or "(nothing was changed)"]
-    parts += [f"--- tests: {len(score.passed)} passed, {len(score.failed)} failed", *_tests(score.failed)]
+    shared = f"; the score is that of {score.graded_as}, whose patch is equal" * bool(score.graded_as)
+    tests = f"--- tests: {len(score.passed)} passed, {len(score.failed)} failed{shared}"
+    parts += [tests, *_tests(score.failed)]
     return "\n".join([*parts, clean(score.detail)] if score.detail else parts) + "\n"
 
 

@@ -107,6 +107,8 @@ def test_nothing_that_a_policy_writes_moves_the_cursor(said, arguments):
     calls = [ToolCall(name=said, arguments=arguments), ToolCall(name="x", arguments=json.dumps({said: said}))]
     messages = [Message(role="assistant", content=said, tool_calls=calls)]
     episode = msgspec.structs.replace(scored.episode, messages=messages)
-    told = transcript.as_text(ScoredEpisode(episode=episode, score=scored.score))
+    score = msgspec.structs.replace(scored.score, graded_as="train-000009-01")
+    told = transcript.as_text(ScoredEpisode(episode=episode, score=score))
+    assert "that of train-000009-01" in told
     assert not [c for c in told if c not in "\n\t" and (ord(c) < 32 or 127 <= ord(c) < 160)]
     assert told.encode()

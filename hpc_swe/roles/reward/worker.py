@@ -70,7 +70,8 @@ class Grading(Work[ScoredEpisode]):
         """Judge the episode, in a process of its own if its grading was lost before."""
         grade = _judge_alone if self.redeliveries and self.resources.alone else judge
         score = grade(self.resources, self.episode)
-        log.info("graded %s: %s in %.2f s", self.episode.request.name, score.outcome, score.seconds)
+        by = f", as {score.graded_as}" * bool(score.graded_as)
+        log.info("graded %s: %s in %.2f s%s", self.episode.request.name, score.outcome, score.seconds, by)
         findings = list(_drain(self.resources.findings))
         return ScoredEpisode(episode=self.episode, score=score, self_checks=findings)
 
