@@ -46,7 +46,7 @@ class _TestRun:
     @property
     def is_final(self) -> bool:
         """Return whether this run and those without the patch came to their end, or never will."""
-        return not self.result.exit_code and self.report.has_end and self.base.is_settled
+        return not self.result.exit_code and self.report.has_end and not self.base.unfinished
 
 
 class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
