@@ -177,6 +177,7 @@ def test_a_tick_that_dies_is_closed_by_the_next_or_made_good_after_two(run, conf
         run_submit.tick(run, config)
     config.executor.dies = ""
     assert [run_submit.tick(run, config).submit for _ in range(2)] == [{}, second]
+    assert not submissions.newest(run, "rollout").is_open
     assert run.marked("rollout", 1, submissions.VOID).exists() == (dies == "before")
     assert len(config.executor.running) == 200
 

@@ -303,7 +303,7 @@ class Score(Record, frozen=True, kw_only=True):
     detail: str = ""
     seconds: float = 0.0
     is_final: bool = False
-    """Whether all runs behind it came to their end, so that an equal patch of the task would get it, too."""
+    """Whether all runs behind it came to their end, so that equal patches of the task may get it, too."""
     graded_as: str = ""
     """Name of the episode whose equal patch was graded for this one too; empty if this one's own was."""
 

@@ -26,6 +26,7 @@ from hpc_swe.tasks.graders._sealing.sealed import Sealed
 from hpc_swe.tasks.graders.base import HiddenTestGrader, Inspection, charges, ending
 from hpc_swe.tasks.hidden_tests import unsealed_of
 from hpc_swe.tasks.patch import BadPatch, apply
+from hpc_swe.tasks.second_run import oom_kills
 from hpc_swe.tasks.visible_tests import SOLUTION, holds_only_tests, holds_tests
 
 _SEALED = "\n(pytest saw no expected values, which stay outside the sandbox; test_bad fails on purpose)"
@@ -71,7 +72,7 @@ class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
         return self.examine(task, patch, sandboxes)
 
     def examine(self, task: Task, patch: str, sandboxes: Sandboxes) -> Score:
-        started = time.monotonic()
+        started, killed = time.monotonic(), oom_kills()
         try:
             patched = apply(task, patch)
         except BadPatch as error:
@@ -82,7 +83,7 @@ class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
         if doubtful and (known := doubtful & ran.base.exam.opaque(ran.base.report(sandboxes))):
             ran = self._run(task, patched, self._opened(task) | known, sandboxes)
         score = self._score(ran, sandboxes, time.monotonic() - started)
-        return replace(score, is_final=first.is_final and ran.is_final)
+        return replace(score, is_final=first.is_final and ran.is_final and oom_kills() == killed)
 
     def inspect(self, task: Task, reference: str | None, sandboxes: Sandboxes) -> Inspection:
         """Collect the tests, and find the assertions that can be sealed."""

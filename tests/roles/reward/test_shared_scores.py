@@ -15,7 +15,7 @@ from hpc_swe.roles.reward.worker import RewardResources, judge
 from tests.kit.waiting import DEADLINE_S, until
 from tests.roles.reward.test_worker import Judge, episode
 
-WRONG = Score(outcome="unresolved", reward=0.0, seconds=9.0, is_final=True)
+WRONG = Score(outcome="unresolved", reward=0.0, seconds=2 * DEADLINE_S, is_final=True)
 
 
 class Noting(Judge):

@@ -115,7 +115,7 @@ def test_an_image_without_pytest_earns_no_reward(sandboxes):
 def test_a_patch_that_lets_no_test_run_pays_for_it_itself():
     ending = difference("mod.py", WRONG, f"import os\nos._exit(0)\n{RIGHT}")
     score = Pytest().grade(TASK, ending, Process())
-    assert (score.outcome, score.reward) == ("unresolved", 0.0)
+    assert (score.outcome, score.reward, score.is_final) == ("unresolved", 0.0, False)
 
 
 def test_a_file_that_is_made_next_is_not_older_than_the_time_of_files(tmp_path):
