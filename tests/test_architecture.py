@@ -59,7 +59,7 @@ BUDGETS = {
     "hpc_swe/roles/coordinator": 3_302,  # penalties; ends a run of refused weights; batches of archives
     "hpc_swe/roles/inference": 744,  # tries refused weights again, and counts
     "hpc_swe/roles/learner": 1_320,  # deals batches that were cut for other ranks
-    "hpc_swe/roles/reward": 442,
+    "hpc_swe/roles/reward": 440,
     "hpc_swe/roles/rollout": 1_959,  # four APIs of agent programs
     "hpc_swe/tasks": 2_114,  # reads sets of repositories in their own columns
     "hpc_swe/tasks/graders": 5_741,  # says whose file does what, of inherited tests, too; finds links

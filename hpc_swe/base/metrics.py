@@ -74,7 +74,7 @@ METRICS = {
     "grader/self_check_errors": "share of self-checks that were graded wrongly",
     "grader/broke": "share of results on which the grader itself failed; they count as unresolved",
     "grader/disagrees": "share of results that passed a test first and failed it in a second run",
-    "grader/shared": "share of results that have the score of an equal patch of the same task",
+    "grader/shared": "share of results that have the score of a sibling with an equal patch",
     "grader/silent": "share of results that were resolved first, but whose later test runs gave no result",
     "seconds/sandbox": "seconds per episode: starting and stopping sandboxes",
     "seconds/engine": "seconds per episode: waiting for completions",

@@ -172,9 +172,7 @@ def test_a_node_that_does_not_answer(healthy_cluster):
 
 def test_a_partition_without_free_nodes_is_told_as_unchecked(healthy_cluster):
     with healthy_cluster.popen("srun", "-N4", "-p", "cpu", "--exclusive", "sleep", "3000") as held:
-        healthy_cluster.wait_for(
-            "it to run", lambda: [j.state for j in healthy_cluster.jobs()] == ["RUNNING"]
-        )
+        healthy_cluster.wait_for("a start", lambda: [j.state for j in healthy_cluster.jobs()] == ["RUNNING"])
         report = doctor(healthy_cluster, "--partition", "cpu", "--timeout", "15")
         held.kill()
     assert report.verdict("nodes", CPU) == "warning"

@@ -341,9 +341,7 @@ def main() -> int:
     parser = cli.parser("tests.gpu.parallel", what, "", "qwen2 1", "EP=2 again resumed")
     words = "models, precisions, numbers of processes, and beginnings of layouts' names (default: all)"
     parser.add_argument("words", nargs="*", help=words)
-    parser.add_argument(
-        "--limit-s", type=float, default=900.0, help="end each job of processes after so long"
-    )
+    parser.add_argument("--limit-s", type=float, default=900.0, help="end each job after so long")
     arguments = cli.parse(parser)
     cases = choose(arguments.words)
     sizes = {ranks_of(layout) for _, _, layout in cases}

@@ -303,9 +303,9 @@ class Score(Record, frozen=True, kw_only=True):
     detail: str = ""
     seconds: float = 0.0
     is_final: bool = False
-    """Whether all runs behind it came to their end, so that equal patches of the task may get it, too."""
+    """Whether all runs behind it came to their end, so that siblings with an equal patch may get it, too."""
     graded_as: str = ""
-    """Name of the episode whose equal patch was graded for this one too; empty if this one's own was."""
+    """Name of the sibling whose equal patch was graded; empty if this episode's own patch was."""
 
     def __post_init__(self) -> None:
         if (self.reward is None) != (self.outcome == "infra_error"):

@@ -1,7 +1,7 @@
-"""Grade equal patches of a task once: siblings often hand in the same repair.
+"""Grade equal patches of a group once: siblings often hand in the same repair.
 
-The episodes of a training run share a score that its grader calls final. This spares gradings, and gives
-equal answers equal rewards. The score of an evaluation is always a grading of its own.
+Siblings share a score that the grader calls final. This spares gradings, and gives equal answers equal
+rewards. In a later group of the task the patch is graded again: one that passed by luck must pass again.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from threading import Lock
 
 from msgspec.structs import replace
 
-from hpc_swe.base.records import Score
+from hpc_swe.base.records import RolloutRequest, Score
 
 MOST_TESTS = 1000
 """Most tests of a score that is remembered: their names take memory."""
@@ -24,21 +24,21 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SharedScores:
-    """Hold the scores of a process by task and patch, and the gradings that will give them."""
+    """Hold the scores of a process by group and patch, and the gradings that will give them."""
 
-    most: int = 4096
+    most: int = 1024
     """Scores that are remembered; the oldest is forgotten first."""
     _known: dict[bytes, "Future[Score | None]"] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
-    def score(self, name: str, task_id: str, patch: str, wait_s: float, grade: Callable[[], Score]) -> Score:
-        """Return the score of an equal patch, which names its episode, or that of `grade`.
+    def score(self, request: RolloutRequest, patch: str, wait_s: float, grade: Callable[[], Score]) -> Score:
+        """Return the score of a sibling's equal patch, which names its episode, or that of `grade`.
 
-        Where such a patch is being graded, wait for it for up to `wait_s` seconds. What `grade` raises, and a
-        score that is not final, is shared with nobody.
+        Where such a patch is being graded, wait for its score for up to `wait_s` seconds. What `grade`
+        raises, and a score that is not final, is shared with nobody.
         """
-        began = time.monotonic()
-        key = hashlib.sha256(f"{task_id}\0{patch}".encode(errors="surrogatepass")).digest()
+        name, began = request.name, time.monotonic()
+        key = hashlib.sha256(f"{request.group_id}\0{patch}".encode(errors="surrogatepass")).digest()
         with self._lock:
             known, own = self._known.get(key), Future[Score | None]()
             if known is None:
@@ -50,9 +50,7 @@ class SharedScores:
         try:
             found = known.result(wait_s)
         except TimeoutError:
-            log.warning(
-                "no score of an equal patch of %s after %g s: graded %s itself", task_id, wait_s, name
-            )
+            log.warning("not shared: no score of an equal patch in %g s; %s is graded, too", wait_s, name)
             found = None
         return grade() if found is None else replace(found, seconds=time.monotonic() - began)
 

@@ -70,8 +70,8 @@ class Grading(Work[ScoredEpisode]):
         """Judge the episode, in a process of its own if its grading was lost before."""
         grade = _judge_alone if self.redeliveries and self.resources.alone else judge
         score = grade(self.resources, self.episode)
-        by = f", as {score.graded_as}" * bool(score.graded_as)
-        log.info("graded %s: %s in %.2f s%s", self.episode.request.name, score.outcome, score.seconds, by)
+        shared = f", the score of {score.graded_as}" * bool(score.graded_as)
+        log.info("graded %s: %s in %.2f s%s", self.episode.request.name, score.outcome, score.seconds, shared)
         findings = list(_drain(self.resources.findings))
         return ScoredEpisode(episode=self.episode, score=score, self_checks=findings)
 
@@ -102,7 +102,7 @@ def judge(resources: RewardResources, episode: Episode) -> Score:
         if request.split == "eval" or not resources.grader.is_repeatable:
             return grade()
         wait_s = resources.grader.longest_s(task)
-        return resources.shared.score(request.name, task.task_id, patch, wait_s, grade)
+        return resources.shared.score(request, patch, wait_s, grade)
     except EpisodeError as error:
         return Score(outcome="infra_error", reward=None, detail=str(error)[:MAX_DETAIL])
     except HpcSweError:  # the run's configuration, not the patch, is wrong

@@ -57,7 +57,7 @@ class Grader(ABC):
     reports_outcomes: ClassVar[bool] = False
     """Whether `outcomes` reports every test of a run."""
     is_repeatable: ClassVar[bool] = False
-    """Whether scores may be final, so that an equal patch waits for them; no other run then draws anew."""
+    """Whether scores can be final; only then does an equal patch wait for a sibling's grading."""
 
     def longest_s(self, task: Task) -> float:
         """Return the most seconds that a grading is in one sandbox: for tests, and for steps around them."""

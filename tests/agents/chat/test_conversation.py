@@ -37,9 +37,7 @@ def builders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TokenBuilder
     return {
         "hermes": TokenBuilder(make_model(root / "hermes", HERMES)),
         "thinking": TokenBuilder(make_model(root / "on", THINKING), "hermes", {"enable_thinking": True}),
-        "thinking_off": TokenBuilder(
-            make_model(root / "off", THINKING), "hermes", {"enable_thinking": False}
-        ),
+        "thinking_off": TokenBuilder(make_model(root / "no", THINKING), "hermes", {"enable_thinking": False}),
         "xml": TokenBuilder(make_model(root / "xml", CODER), "qwen3_coder"),
     }
 

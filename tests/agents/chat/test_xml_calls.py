@@ -112,9 +112,7 @@ TYPED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [(key, value) for key, values in TYPED.items() for value in values]
-)
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, found in TYPED.items() for value in found])
 def test_a_value_is_of_the_type_that_the_tool_takes_or_text(builder, key, value):
     text = f"<tool_call><function=view><parameter={key}>{value}</parameter></function></tool_call>"
     assert calls(read(builder, text)) == [("view", {key: TYPED[key][value]})]

@@ -8,10 +8,13 @@ from msgspec.structs import replace
 
 from hpc_swe.agents.sandboxes.process import Process
 from hpc_swe.base.errors import SandboxError
-from hpc_swe.base.records import Score
+from hpc_swe.base.records import RolloutRequest, Score
 from hpc_swe.config.settings import RewardConfig
 from hpc_swe.roles.reward.shared_scores import SharedScores
 from hpc_swe.roles.reward.worker import RewardResources, judge
+from hpc_swe.tasks.graders.pytest import Pytest
+from hpc_swe.tasks.patch import difference
+from tests.kit.cheats.cheat_task import RIGHT, TASK
 from tests.kit.waiting import DEADLINE_S, until
 from tests.roles.reward.test_worker import Judge, episode
 
@@ -25,24 +28,30 @@ class Noting(Judge):
         self.is_repeatable, self.asked = is_repeatable, list[str]()
 
     def grade(self, task, submission, sandboxes):
-        self.asked.append(f"{task.task_id} {submission}")
+        self.asked.append(submission)
         return replace(super().grade(task, submission, sandboxes), is_final=bool(submission))
 
 
 def judged(task, grader, *episodes) -> list[Score]:
-    tasks = {"t": task, "u": replace(task, task_id="u")}
-    means = RewardResources(tasks, Process(), grader, RewardConfig())
+    means = RewardResources({task.task_id: task}, Process(), grader, RewardConfig())
     return [judge(means, each) for each in episodes]
 
 
 def test_equal_patches_are_graded_once_but_in_an_evaluation(task):
-    grader, tried = Noting(), episode(2, "one")
-    evaluated = replace(tried, request=replace(tried.request, split="eval"))
-    others = episode(0, "one"), episode(1, "two")
-    found = judged(task, grader, *others, tried, episode(3, "one", task_id="u"), evaluated)
-    assert grader.asked == ["t one", "t two", "u one", "t one"]
+    grader, first = Noting(), episode(0, "one")
+    evaluated = replace(first, request=replace(first.request, split="eval"))
+    second = replace(first, request=sibling(1))
+    found = judged(task, grader, first, episode(0, "two"), second, episode(1, "one"), evaluated)
+    assert grader.asked == ["one", "two", "one", "one"]
     assert [score.graded_as for score in found] == ["", "", "train-000000-00", "", ""]
     assert {(score.outcome, score.reward) for score in found} == {("unresolved", 0.0)}
+
+
+def test_siblings_share_a_score_of_pytest():
+    right = episode(0, difference("mod.py", TASK.files["mod.py"], RIGHT), task_id=TASK.task_id)
+    found = judged(TASK, Pytest(), right, right)
+    assert [score.graded_as for score in found] == ["", "train-000000-00"]
+    assert {score.outcome for score in found} == {"resolved"}
 
 
 @pytest.mark.parametrize(
@@ -50,55 +59,56 @@ def test_equal_patches_are_graded_once_but_in_an_evaluation(task):
 )
 def test_chance_failures_and_empty_patches_are_not_shared(task, patch, is_repeatable):
     grader = Noting(is_repeatable)
-    found = judged(task, grader, episode(0, patch), episode(1, patch))
+    found = judged(task, grader, episode(0, patch), episode(0, patch))
     assert ([score.graded_as for score in found], len(grader.asked)) == (["", ""], 2)
     assert found[0] == found[1]
 
 
-def _raise() -> Score:
-    raise SandboxError("the node has no room")
+def sibling(index: int) -> RolloutRequest:
+    return replace(episode(0, "").request, index=index)
 
 
-def _late() -> Score:
-    return replace(WRONG, is_final=False)
+LATE = replace(WRONG, is_final=False)
 
 
-@pytest.mark.parametrize("first", [lambda: WRONG, _raise, _late])
+@pytest.mark.parametrize("first", [WRONG, LATE, SandboxError("the node has no room")])
 def test_a_patch_waits_for_that_of_an_equal_one_and_takes_a_final_score(first):
     shared, may_end, graded = SharedScores(), Event(), []
 
     def awaited() -> Score:
         graded.append(1)
         assert may_end.wait(DEADLINE_S)
-        return first()
+        if isinstance(first, SandboxError):
+            raise first
+        return first
 
-    def one(name: str, grade=lambda: replace(WRONG, seconds=1.0)) -> Score:
-        return shared.score(name, "t", "patch", DEADLINE_S, grade)
+    def one(index: int, grade=lambda: replace(WRONG, seconds=1.0)) -> Score:
+        return shared.score(sibling(index), "patch", DEADLINE_S, grade)
 
     with ThreadPoolExecutor(4) as threads:
-        leader = threads.submit(one, "e0", awaited)
+        leader = threads.submit(one, 0, awaited)
         until(lambda: graded)
-        others = [threads.submit(one, name) for name in ("e1", "e2", "e3")]
+        others = [threads.submit(one, index) for index in (1, 2, 3)]
         may_end.set()
         found = [each.result() for each in others]
-    assert (leader.exception() is None) == (first is not _raise)
-    assert {score.graded_as == "e0" for score in found} == {first not in (_raise, _late)}
+    assert leader.exception() in (None, first)
+    assert {score.graded_as == sibling(0).name for score in found} == {first is WRONG}
     assert all(score.seconds < WRONG.seconds for score in found), "each costs its wait, or a grading"
-    one("e4")
-    assert one("e5", _raise).graded_as, "after a failure the next good score is shared"
+    one(4)
+    assert one(5, None).graded_as, "after a failure the next good score is shared"
 
 
 def test_the_oldest_score_is_forgotten_and_one_of_many_tests_not_kept():
     shared, many = SharedScores(most=2), replace(WRONG, failed=[""] * 1001)
-    graded = [shared.score(patch, "t", patch, 0.0, lambda: WRONG).graded_as for patch in "abcbca"]
-    assert graded == ["", "", "", "b", "c", ""]
-    assert [shared.score("n", "t", "many", 0.0, lambda: many).graded_as for _ in range(2)] == ["", ""]
+    graded = [shared.score(sibling(0), patch, 0.0, lambda: WRONG).graded_as != "" for patch in "abcbca"]
+    assert graded == [False, False, False, True, True, False]
+    assert [shared.score(sibling(0), "many", 0.0, lambda: many).graded_as for _ in range(2)] == ["", ""]
 
 
 def test_a_frozen_grading_holds_an_equal_patch_for_its_limit_only():
     shared, may_end = SharedScores(), Event()
     with ThreadPoolExecutor(1) as threads:
-        threads.submit(shared.score, "e0", "t", "patch", 1.0, lambda: may_end.wait(DEADLINE_S) and WRONG)
+        threads.submit(shared.score, sibling(0), "patch", 1.0, lambda: may_end.wait(DEADLINE_S) and WRONG)
         until(lambda: shared._known)
-        assert shared.score("e1", "t", "patch", 0.05, lambda: WRONG).graded_as == ""
+        assert shared.score(sibling(1), "patch", 0.05, lambda: WRONG).graded_as == ""
         may_end.set()

@@ -74,12 +74,10 @@ def test_prompts_extend_and_every_sampled_token_is_trained_once(stage, kind, scr
     made = episode(turns)
     assert find_flaw(made) == ""
     whole: dict[int | None, list[int]] = {None: []}
-    for index, (turn, asked, answer) in enumerate(
-        zip(turns, on.engine.calls, on.engine.answers, strict=True)
-    ):
+    for at, (turn, asked, answer) in enumerate(zip(turns, on.engine.calls, on.engine.answers, strict=True)):
         assert asked.prompt == whole[turn.parent] + id_array(turn.appended_ids).tolist()
         assert turn.completion.tolist() == answer
-        whole[index] = asked.prompt + answer
+        whole[at] = asked.prompt + answer
     (sample,) = make_samples(made, 1.0, "all", 0).samples
     delivered = [turn for turn in turns if turn.delivered]
     assert len(delivered) == len(script)
