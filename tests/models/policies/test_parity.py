@@ -245,7 +245,7 @@ def test_a_sequence_has_one_ratio_of_gspo_however_it_is_packed(runs, name):
 def test_losses_and_gradient_norms_are_those_of_plain_torch(runs, name):
     expected = runs.reference(name)
     for answer in runs.answers(name):
-        # Adam makes whole steps of gradients that are all rounding, which differs by processor: up to 4e-5.
+        # Rounding differs by processor, and Adam divides small gradients by their size: up to 4e-5 was seen.
         losses = [m["policy/loss"] for m in answer["metrics"]]
         assert losses == pytest.approx(expected.losses, rel=1e-4, abs=1e-6)
         assert [m["policy/grad_norm"] for m in answer["metrics"]] == pytest.approx(expected.norms, rel=1e-4)
