@@ -37,8 +37,7 @@ from jobs import heartbeat, stacks
 from jobs.supervision import VerdictReader
 
 PERMANENT = (2, 3)  # exit codes of ConfigError and ProtocolError: a restart does not help
-# Any other code may be of a rank that lost another rank.
-REASONS = (*PERMANENT, StorageError.exit_code, NodeError.exit_code)
+REASONS = (*PERMANENT, StorageError.exit_code, NodeError.exit_code)  # others may come from a lost rank
 FROZEN = 8  # exit code of a process group with a frozen rank
 STUCK = 9  # exit code of a process group that makes no progress; verdicts count the restarts
 QUIET_S = 300.0  # after so long without a failure, restarts are counted from 0 again
@@ -72,7 +71,7 @@ class ProcessGroup:
         """
         self._commands, self._bound_to, self._notice_s = commands, bound_to, notice_s
         self._shared, self._verdicts = shared, verdicts
-        self._children: list[Child] = []
+        self._children, self._signals = list[Child](), list[int]()
         self._until = float("inf")
         self.stopping = Flag()
         """It is set once a signal has asked the process group to end."""
@@ -107,7 +106,7 @@ class ProcessGroup:
     def wait(self) -> int:
         """Wait until all ranks are done (return 0) or one has failed (end the others, return its code)."""
         while True:
-            codes = [child.poll() for child in self._children]
+            codes = self._poll()
             failed = [code for code in codes if code]
             if failed or all(code == 0 for code in codes):
                 code = self._reason(failed[0]) if failed else 0
@@ -120,11 +119,9 @@ class ProcessGroup:
                 log.error("%s; ending all", frozen)
                 self._end()
                 return FROZEN
-            if not self._goes_on(codes):
-                self._end()
-                return 0
-            if time.monotonic() > self._until:
+            if is_late := time.monotonic() > self._until:
                 log.warning("not done in time; ending")
+            if is_late or not self._goes_on(codes):
                 self._end()
                 return 0
             if self._is_abandoned() and not self.stopping.is_set():
@@ -132,6 +129,14 @@ class ProcessGroup:
                 self._end()
                 return 0
             time.sleep(0.1)
+
+    def _poll(self) -> list[int | None]:
+        """Pass on the signals that have come, and return the exit code of each child, None while it runs."""
+        while self._signals:
+            number = self._signals.pop(0)
+            for child in self._children:
+                child.send_signal(number)
+        return [child.poll() for child in self._children]
 
     def _goes_on(self, codes: Sequence[int | None]) -> bool:
         """Return whether the children go on of which some are done; ranks that may wait get a deadline.
@@ -163,13 +168,12 @@ class ProcessGroup:
         return 0
 
     def forward(self, number: int, _: FrameType | None) -> None:
-        """Forward a signal to the children: SIGUSR2 makes them drain, SIGTERM and SIGINT end."""
+        """Have `wait` forward it, also to a child that just starts: SIGUSR2 makes them drain, others end."""
         self.stopping.set()
         if number == signal.SIGUSR2:
             self.is_warned = True
             self._until = min(self._until, time.monotonic() + SHARE * self._notice_s)
-        for child in self._children:
-            child.send_signal(number)
+        self._signals.append(number)
 
     def _make_meeting(self) -> Path:
         if nodes() == 1 or self._shared is None:
@@ -190,7 +194,7 @@ class ProcessGroup:
         """Return the exit code that tells the cause: a rank that lost another one may end before that one."""
         deadline = time.monotonic() + LOST_S
         while True:
-            codes = [child.poll() for child in self._children]
+            codes = self._poll()
             reasons = [each for each in (code, *codes) if each in REASONS]
             if reasons or None not in codes or time.monotonic() > deadline:
                 for number, signalled in [(n, -each) for n, each in enumerate(codes) if each and each < 0]:
@@ -229,9 +233,8 @@ def await_end(children: Sequence[Child], grace_s: float, killed_s: float = KILLE
                 left.append(child)
         children = left
     if children:
-        states = ", ".join(f"{child.pid} {stacks.state(child.pid)}" for child in children)
-        host = socket.gethostname()
-        raise NodeError(f"{host}: killed processes do not end within {killed_s:g} s: {states}")
+        stuck = ", ".join(f"{child.pid} {stacks.state(child.pid)}" for child in children)
+        raise NodeError(f"{socket.gethostname()}: killed processes do not end within {killed_s:g} s: {stuck}")
 
 
 def nodes() -> int:
@@ -241,11 +244,8 @@ def nodes() -> int:
 
 def commands(run: RunDir, role: str, config: RunConfig) -> list[list[str]]:
     """Return the command of each process of a role's job; supervisors of engines come last."""
-
-    def command(each: str) -> list[str]:
-        return [sys.executable, "-P", "-m", f"jobs.{each}", str(run.root)]
-
-    engines = [command("inference") for _ in range(job_counts.engines_beside(role, config))]
+    python, folder = [sys.executable, "-P", "-m"], str(run.root)
+    engines = [[*python, "jobs.inference", folder]] * job_counts.engines_beside(role, config)
     size = job_counts.gpus("inference", config)
     if job_counts.is_hybrid(config) and size is not None:  # an engine of unknown size sees all GPUs
         visible = gpus.usable(os.environ) if size else []
@@ -253,7 +253,7 @@ def commands(run: RunDir, role: str, config: RunConfig) -> list[list[str]]:
             ["env", f"{gpus.VISIBLE}={','.join(visible[index * size : (index + 1) * size])}", *each]
             for index, each in enumerate(engines)
         ]
-    return [command(role)] * job_counts.processes(role, config) + engines
+    return [[*python, f"jobs.{role}", folder]] * job_counts.processes(role, config) + engines
 
 
 def supervise(group: ProcessGroup, run: RunDir, max_restarts: int, refused_s: float = 60.0) -> int:

@@ -29,7 +29,7 @@ FILE_LINES = 400
 LONGER: dict[str, int] = {}
 FUNCTION_LINES, USUAL_FUNCTION_LINES = 60, 28
 TEST_NAME = 70
-TEST_LINES = 54_034  # of all tests and what they share; it may only fall, towards 42,000
+TEST_LINES = 54_028  # of all tests and what they share; it may only fall, towards 42,000
 # Lines of each package: what it has, rounded up. Who adds much notices, and says why.
 BUDGETS = {
     "hpc_swe": 85,

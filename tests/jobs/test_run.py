@@ -174,17 +174,11 @@ def test_signal_of_the_scheduler_reaches_the_children_and_restarts_nothing(tmp_p
     assert result == [1]
 
 
-@pytest.mark.slow
-def test_signal_between_two_starts_is_not_lost(tmp_path, run):
-    tally = tmp_path / "tally"
-    group = ProcessGroup([python(COUNT + "sys.exit(1)", tally)])
-    thread = threading.Thread(target=lambda: supervise(group, run, max_restarts=3))
-    thread.start()
-    until(lambda: tally.exists() and tally.read_text() == "xxx")
-    time.sleep(1.0)  # it has ended; the next start is due after four seconds
+def test_signal_that_comes_before_a_child_is_noted_reaches_it():
+    group = ProcessGroup([python("import time; time.sleep(600)")])
     group.forward(signal.SIGTERM, None)
-    thread.join(DEADLINE_S)
-    assert (thread.is_alive(), tally.read_text()) == (False, "xxx")
+    group.start()
+    assert group.wait() == -signal.SIGTERM
 
 
 def test_children_of_a_killed_watchdog_die_with_it(tmp_path):
