@@ -19,6 +19,7 @@ logging.basicConfig(level=logging.INFO, format="%(message)s")
 settings = json.loads(sys.argv[1])
 run = RunDir(Path(settings["run"]))
 InferenceConfig.hang_s = settings["inference"].pop("hang_s", InferenceConfig.hang_s)
+poll_s = settings["inference"].pop("poll_s", 0.1)
 leases = LeaseConfig(ttl_s=60.0)  # nobody here dies by silence
 try:
     with Lease(run, "inference", "test", beat_s=0.1) as lease:
@@ -28,7 +29,7 @@ try:
             engine=loader.load("engines", settings["engine"]),
             config=msgspec.convert(settings["inference"], InferenceConfig),
             max_restarts=settings["max_restarts"],
-            poll_s=0.1,
+            poll_s=poll_s,
             leases=leases,
             model=Path(settings["model"]),
             context=settings["context"],

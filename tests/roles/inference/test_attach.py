@@ -161,10 +161,10 @@ def test_one_that_dies_is_waited_for_and_given_its_weights_again(attach, run, so
 
 def test_one_that_comes_back_without_update_routes_serves_no_old_weights(attach, run, somebody, model):
     somebody.start()
-    process = attach(max_restarts=0)
+    process = attach(max_restarts=0, poll_s=4.0)
     publish(run, model, V1)
     await_node(run, is_serving(V1))
-    process.send_signal(signal.SIGSTOP)  # between two looks
+    process.send_signal(signal.SIGSTOP)  # between two looks: one that is going on would find no health
     somebody.end()
     somebody.start(environ={FAULTS: "plain"})
     process.send_signal(signal.SIGCONT)
