@@ -35,8 +35,8 @@ BUDGETS = {
     "hpc_swe": 85,
     "hpc_swe/agents": 114,  # shows failures with less parsing
     "hpc_swe/agents/chat": 1_303,  # four forms of tool calls
-    "hpc_swe/agents/loops": 804,  # answers of models that call no tools
-    "hpc_swe/agents/sandboxes": 2_851,  # says how busy a command was; lists each folder once
+    "hpc_swe/agents/loops": 806,  # answers of models that call no tools
+    "hpc_swe/agents/sandboxes": 2_918,  # says how busy a command was; runs a prelude once for all programs
     "hpc_swe/agents/tools": 1_795,
     "hpc_swe/base": 1_606,  # finds what a wheel brings; says which class to inherit; the interval of a share
     "hpc_swe/base/records": 657,
@@ -62,7 +62,7 @@ BUDGETS = {
     "hpc_swe/roles/reward": 440,
     "hpc_swe/roles/rollout": 1_959,  # four APIs of agent programs
     "hpc_swe/tasks": 2_114,  # reads sets of repositories in their own columns
-    "hpc_swe/tasks/graders": 5_741,  # says whose file does what, of inherited tests, too; finds links
+    "hpc_swe/tasks/graders": 5_837,  # says whose file does what, of inherited tests, too; learns once
     "hpc_swe/tasks/sets": 2_068,  # reads published sets in their columns; refuses what Docker reads otherwise
     "hpc_swe/view": 719,
     "hpc_swe/view/benchmarks": 850,

@@ -210,9 +210,9 @@ class Failing:
         found = self.result if self.step in command else None
         return found or self.inner.run(command, timeout_s, clock)
 
-    def python(self, program: str, timeout_s: float, longest_s: float = 0.0) -> CommandResult:
-        found = self.result if self.step in program else None
-        return found or self.inner.python(program, timeout_s, longest_s)
+    def python(self, program: str, *rest: float, prelude: str = "") -> CommandResult:
+        found = self.result if self.step in prelude + program else None
+        return found or self.inner.python(program, *rest, prelude=prelude)
 
     def read(self, path: str) -> bytes:
         return self.inner.read(path)

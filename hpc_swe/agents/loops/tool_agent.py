@@ -151,9 +151,11 @@ class _Bounded(SandboxWrapper):
         left_s = self.left_s
         return replace(super().run(command, min(timeout_s, left_s), clock), left_s=round(left_s, 1))
 
-    def python(self, program: str, timeout_s: float, longest_s: float = 0.0) -> CommandResult:
+    def python(
+        self, program: str, timeout_s: float, longest_s: float = 0.0, prelude: str = ""
+    ) -> CommandResult:
         left_s = self.left_s
-        done = super().python(program, min(timeout_s, left_s), min(longest_s, left_s))
+        done = super().python(program, min(timeout_s, left_s), min(longest_s, left_s), prelude)
         return replace(done, left_s=round(left_s, 1))
 
     @contextmanager

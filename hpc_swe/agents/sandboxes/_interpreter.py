@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -93,10 +94,22 @@ class Command:
         raise SandboxError(f"a command could not be started: {why}")
 
 
+def prepare(prelude: str) -> None:
+    """Have the interpreter run a prelude, once; the commands that start from now on begin with that."""
+    interpreter = _running()
+    with _lock:
+        if prelude not in interpreter.prepared:
+            interpreter.prepared.add(prelude)
+            with tempfile.TemporaryFile() as file, suppress(OSError):  # then each program runs it
+                os.pwrite(file.fileno(), prelude.encode(), 0)
+                interpreter.send(b"prelude", [file.fileno()])
+
+
 class _Interpreter:
     """Own a warm interpreter, which ends when this end of its socket closes."""
 
     def __init__(self) -> None:
+        self.prepared = {""}
         self._errors = output_file()
         self._channel, inner = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for opened in (self._errors, self._channel):

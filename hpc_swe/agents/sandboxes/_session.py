@@ -95,6 +95,7 @@ class Container:
         self._start_timeout_s = timeout_s
         self._sending = threading.Lock()
         self._outside: dict[int, str | None] = {}
+        self._prepared = {""}
         self._errors = output_file()
         self._channel, container_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for opened in (self._errors, self._channel):  # needed after `close` too, by the container's sandboxes
@@ -159,6 +160,14 @@ class Container:
             stack.callback(tree.close)
             yield Session(self, host_end, process, tree, self._limits)
 
+    def prepare(self, prelude: str) -> None:
+        """Have the container run a prelude, once; sandboxes that are opened from now on begin with that."""
+        with self._sending:
+            if prelude not in self._prepared:
+                self._prepared.add(prelude)
+                with _memory(prelude.encode()) as text, suppress(OSError):  # then each program runs it
+                    send_files(self._channel, b"prelude", [text])
+
     def close(self, grace_s: float = GRACE_S) -> None:
         """End the container and wait for it. Its sandboxes end too, and find out by `require_alive`."""
         with suppress(OSError):  # it may be closed already, when this interpreter ends
@@ -206,10 +215,13 @@ class Session:
     def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
         return self._execute("shell", command, timeout_s, clock or time.monotonic)
 
-    def python(self, program: str, timeout_s: float, longest_s: float = 0.0) -> CommandResult:
+    def python(
+        self, program: str, timeout_s: float, longest_s: float = 0.0, prelude: str = ""
+    ) -> CommandResult:
         """Run a Python program in a fork of the warm interpreter."""
+        self._container.prepare(prelude)
         clock = own_time(self._process, timeout_s, max(timeout_s, longest_s))
-        return self._execute("python", program, timeout_s, clock)
+        return self._execute("python", f"{prelude}\0{program}", timeout_s, clock)
 
     def listen(self, port: int) -> socket.socket:
         """Return a listening socket that process 1 makes and passes to the host."""

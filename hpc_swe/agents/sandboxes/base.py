@@ -98,8 +98,13 @@ class Sandbox(Protocol):
     def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
         """Run a shell command in the work directory. Its time is wall time, or that of `clock`."""
 
-    def python(self, program: str, timeout_s: float, longest_s: float = 0.0) -> CommandResult:
+    def python(
+        self, program: str, timeout_s: float, longest_s: float = 0.0, prelude: str = ""
+    ) -> CommandResult:
         """Run a Python program in the work directory, isolated as by ``python3 -I``.
+
+        `prelude` runs before it under the same names. A warm interpreter may run it once for all programs and
+        sandboxes, outside of these, so no part of it is a task's or a policy's.
 
         The time-out is wall time. If `longest_s` is more, the time in which a thread was ready to run and had
         no processor does not count, that of the thread that waited most; after `longest_s` it ends anyway.
@@ -154,8 +159,10 @@ class SandboxWrapper(Sandbox):
     def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
         return self.sandbox.run(command, timeout_s, clock)
 
-    def python(self, program: str, timeout_s: float, longest_s: float = 0.0) -> CommandResult:
-        return self.sandbox.python(program, timeout_s, longest_s)
+    def python(
+        self, program: str, timeout_s: float, longest_s: float = 0.0, prelude: str = ""
+    ) -> CommandResult:
+        return self.sandbox.python(program, timeout_s, longest_s, prelude)
 
     def session(self, program: str, python: str = "") -> AbstractContextManager[ProgramSession]:
         return self.sandbox.session(program, python)

@@ -20,7 +20,7 @@ from typing import BinaryIO, ClassVar
 from hpc_swe.agents.sandboxes._deadline import answer, own_time
 from hpc_swe.agents.sandboxes._exchange import OUTPUT_BYTES, PipedProgram, collected, passed_on, pipes
 from hpc_swe.agents.sandboxes._inside.program import thread_variables
-from hpc_swe.agents.sandboxes._interpreter import Command
+from hpc_swe.agents.sandboxes._interpreter import Command, prepare
 from hpc_swe.agents.sandboxes._tree import Tree
 from hpc_swe.agents.sandboxes.base import (
     INTERRUPT,
@@ -78,10 +78,13 @@ class _Folder(Tree):
     def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
         return self._run("shell", command, timeout_s, lambda _: clock or time.monotonic)
 
-    def python(self, program: str, timeout_s: float, longest_s: float = 0.0) -> CommandResult:
+    def python(
+        self, program: str, timeout_s: float, longest_s: float = 0.0, prelude: str = ""
+    ) -> CommandResult:
         """Run a Python program in a fork of the warm interpreter."""
+        prepare(prelude)
         clock = partial(own_time, timeout_s=timeout_s, longest_s=max(timeout_s, longest_s))
-        return self._run("python", program, timeout_s, clock)
+        return self._run("python", f"{prelude}\0{program}", timeout_s, clock)
 
     @contextmanager
     def session(self, program: str, python: str = "") -> Iterator[ProgramSession]:

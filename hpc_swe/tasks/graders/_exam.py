@@ -4,6 +4,7 @@ import math
 import secrets
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from pathlib import PurePosixPath
 
 import msgspec
@@ -12,6 +13,7 @@ from hpc_swe.agents import pytest_command
 from hpc_swe.agents.sandboxes.base import CommandResult, Sandboxes, add_files
 from hpc_swe.base.records import Task
 from hpc_swe.tasks.graders._images import file_time_ns, require_unchanged
+from hpc_swe.tasks.graders._inside.origins import bound_names
 from hpc_swe.tasks.graders._inside.report import KEY, verified_lines
 from hpc_swe.tasks.graders._inside.texts import guard_text, sandbox_texts
 from hpc_swe.tasks.graders._sealing.answers import Check
@@ -107,6 +109,21 @@ def _joined(modules: Mapping[str, Sealed]) -> _Answers:
     )
 
 
+@lru_cache(maxsize=1 << 12)
+def _bound_names(text: str) -> list[str] | None:
+    """Return `bound_names` as a list; None if only the sandbox's interpreter may know its syntax."""
+    try:
+        return sorted(bound_names(text))
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+
+
+@cache
+def _prelude() -> str:
+    texts = sandbox_texts("apart", "always_equal", "hooks", "runner")
+    return "\n\n".join([*texts, f"GUARD = load_apart({guard_text()!r})\n"])
+
+
 def processor_s(task: Task) -> int:
     """Return the seconds of processor time that each process of a task's tests may use."""
     return math.ceil(task.tests.timeout_s)
@@ -160,14 +177,16 @@ class Exam:
     def _run(self, sandboxes: Sandboxes, *options: str) -> tuple[CommandResult, TestReport]:
         report_path, key = f".{secrets.token_hex(16)}", secrets.token_hex(16)
         files = [*self.task.tests.files, self.canaries]
-        recorder = f"make_recorder(load_apart({guard_text()!r}), {report_path!r}, {files!r})"
-        calls = f"limit_time({processor_s(self.task)})\nRECORDER = {recorder}\n"
-        calls += f"main({[*options, *self._arguments]!r})\n"
-        program = "\n\n".join([*sandbox_texts("apart", "always_equal", "hooks", "runner"), calls])
+        texts = self._task_in_sandbox.files
+        bound = {path: _bound_names(texts[path]) for path in self.task.tests.files}
+        recorder = f"make_recorder(globals().pop('GUARD'), {report_path!r}, {files!r}, {bound!r})"
+        program = f"limit_time({processor_s(self.task)})\nRECORDER = {recorder}\n"
+        program += f"main({[*options, *self._arguments]!r})\n"
         with sandboxes.open(self._task_in_sandbox) as sandbox:
             began_ns = file_time_ns()
             add_files(sandbox, {f"{report_path}{KEY}": key}, "write the key of a report")
-            result = sandbox.python(program, 2 * processor_s(self.task), longest_s(self.task))
+            used_s, waiting_s = 2 * processor_s(self.task), longest_s(self.task)
+            result = sandbox.python(program, used_s, waiting_s, prelude=_prelude())
             try:
                 report = self._parse(verified_lines(sandbox.read(report_path), key))
             except (OSError, msgspec.MsgspecError, ValueError, RecursionError):  # the patch's code wrote it

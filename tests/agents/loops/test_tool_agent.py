@@ -117,7 +117,7 @@ def test_errors_of_the_engine_and_the_host_pass_through():
 
 def test_a_sandbox_that_the_policy_broke_is_its_own_error():
     class Broken:
-        def python(self, program: str, timeout_s: float, longest_s: float = 0.0) -> CommandResult:
+        def python(self, *_: object) -> CommandResult:
             return CommandResult(exit_code=137, output="", broke_sandbox=True)
 
     result = ToolAgent().solve(TASK, Broken(), Script(call("evaluate")))

@@ -10,11 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hpc_swe.agents.sandboxes import _interpreter, process
 from hpc_swe.agents.sandboxes._inside.program import WARM_UP, thread_variables
 from hpc_swe.agents.sandboxes.process import Process
+from hpc_swe.base.errors import SandboxError
 from hpc_swe.cluster.processes import with_variable
 from tests.kit import debugging
 from tests.kit.checkout import ROOT, environment
@@ -36,9 +38,8 @@ def test_commands_programs_and_files(task, tmp_path):
         assert sandbox.run("cat mod.py; echo err >&2; exit 3", 10).output == "x = 1\nerr\n"
         assert sandbox.run("exit 3", 10).exit_code == 3
         assert sandbox.run("kill -9 $$", 10).exit_code == 137
-        assert (
-            sandbox.python("import sys; print(sys.flags.isolated, __name__); sys.exit(4)", 10).exit_code == 4
-        )
+        ended = sandbox.python("import sys; print(sys.flags.isolated, __name__); sys.exit(4)", 10)
+        assert (ended.exit_code, ended.output) == (4, "1 __main__\n")
         sandbox.write("a/b", b"1")
         assert sandbox.run("cat a/b; chmod 000 a", 10).output == "1"
     assert list(tmp_path.iterdir()) == []
@@ -98,10 +99,6 @@ def test_the_time_of_tests_leaves_out_how_long_a_busy_host_lets_them_wait(task, 
 
 
 def test_a_file_that_cannot_be_laid_out_is_the_host_s_error(task):
-    import msgspec
-
-    from hpc_swe.base.errors import SandboxError
-
     bad = msgspec.structs.replace(task, files={"../out": "x"})
     with pytest.raises(SandboxError, match="lay out the files of t"), Process().open(bad):
         pass
@@ -121,6 +118,25 @@ def test_a_program_runs_in_a_fork_that_has_loaded_pytest(task):
     with debugging.session(Process(), debugging.task(prog="x = 1\n")) as debug:
         debug.start("prog.py")
         assert debug("p {'pytest', 'ctypes'} & {*__import__('sys').modules}").strip() == "{'pytest'}"
+
+
+@pytest.mark.parametrize("kind", ["process", "apptainer"])
+def test_a_prelude_runs_once_and_its_programs_find_no_other(task, kind, request):
+    sandboxes = Process() if kind == "process" else request.getfixturevalue(kind)
+    prelude = "import os, sys\nDRAWN, used = os.urandom(9).hex(), []"
+    program = """
+used.append(1)
+frame = sys._getframe()
+while "prepared" not in frame.f_globals: frame = frame.f_back
+print(DRAWN, used, frame.f_globals["prepared"])
+"""
+    shown = []
+    for _ in range(3):
+        with sandboxes.open(task) as sandbox:
+            assert "ValueError: mine" in sandbox.python("", 20, prelude="raise ValueError('mine')").output
+            sandbox.python("", 20, prelude="OTHER = 1")
+            shown.append(sandbox.python(program, 20, prelude=prelude).output)
+    assert shown[1] == shown[2] == f"{shown[2].split()[0]} [1] {{}}\n"
 
 
 def test_a_program_s_forks_and_open_files_end_with_it(task):

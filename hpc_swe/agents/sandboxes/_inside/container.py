@@ -7,7 +7,7 @@ host-name namespaces of its own, over a root whose writable layer is a tmpfs of 
 process 1 of the sandbox: nothing inside can kill, trace or outlive it, and when its socket closes it exits
 and the kernel ends all the rest.
 
-    container  <- settings, then one socket per sandbox
+    container  <- settings, then one socket per sandbox, or b"prelude" + text
     sandbox    -> b"process" + pidfd, b"ready" + work directory  <- {"kind"} + program, output
                -> b"listening" + socket                          <- {"kind": "listen", "port"}
                -> b"session"           <- {"kind": "session", "python"} + program, output, requests, answers
@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 # In a container, these are in the texts above this one.
 from hpc_swe.agents.sandboxes._inside.descriptors import most_open_files, send_files
 from hpc_swe.agents.sandboxes._inside.processes import Processes
-from hpc_swe.agents.sandboxes._inside.program import execute, fork_for, reap, thread_variables
+from hpc_swe.agents.sandboxes._inside.program import execute, fork_for, prepare, reap, thread_variables
 
 NEW_NAMESPACES = 0x10000000 | 0x20000000 | 0x00020000 | 0x40000000 | 0x08000000 | 0x04000000 | 0x02000000
 MS_RDONLY, MS_NOSUID_NOEXEC, MS_NOSUID_NODEV_NOEXEC = 1, 10, 14
@@ -95,6 +95,9 @@ def serve(channel: socket.socket) -> None:
         message, received, _, _ = socket.recv_fds(channel, 4096, 1)
         if not message:
             return
+        if message == b"prelude":
+            prepare(received)
+            continue
         if fork_for(received[0]) == 0:
             channel.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)

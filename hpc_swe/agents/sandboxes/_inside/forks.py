@@ -2,11 +2,13 @@
 """Fork the commands of `process` sandboxes from an interpreter that has loaded pytest.
 
 The program is sent to the interpreter as text, after those of `descriptors` and `program`: standard library
-only. It reads nothing but the host's requests, and no code of a task runs in it. For each request it forks a
-reaper, which forks the command. The reaper adopts all orphans of the command, so it can end every process
-that the command has started, and does so when the command has ended or the host says so or is gone.
+only. It reads nothing but the host's requests and preludes, and no code of a task runs in it. For each
+request it forks a reaper, which forks the command. The reaper adopts all orphans of the command, so it can
+end every process that the command has started, and does so when the command has ended or the host says so or
+is gone.
 
-    interpreter <- {"kind", "folder", "environment", "python", "nice"} + socket, program, output, ...
+    interpreter <- b"prelude" + text
+                <- {"kind", "folder", "environment", "python", "nice"} + socket, program, output, ...
     socket      -> b"started" + pidfds of reaper and command, exit code
                 <- anything, or the end: kill the command
 """
@@ -23,7 +25,7 @@ from typing import Any, NoReturn
 
 # In the interpreter, these are in the texts above this one.
 from hpc_swe.agents.sandboxes._inside.descriptors import send_files
-from hpc_swe.agents.sandboxes._inside.program import WARM_UP, execute, fork_for, reap
+from hpc_swe.agents.sandboxes._inside.program import WARM_UP, execute, fork_for, prepare, reap
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -43,6 +45,9 @@ def serve(channel: socket.socket) -> None:
             for pid in children():
                 os.kill(pid, signal.SIGCONT)  # its command may have stopped it
             return
+        if message == b"prelude":
+            prepare(files)
+            continue
         if fork_for(files[0]) == 0:
             channel.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -6,6 +6,7 @@ above that of `forks`: standard library only.
 """
 
 import contextlib
+import gc
 import os
 import sys
 import traceback
@@ -14,7 +15,8 @@ import types
 WARM_UP = """
 import importlib
 try:
-    import pytest, _pytest.config
+    import pluggy, pytest, _pytest.config
+    pluggy.__version__ = pluggy.__version__  # each run of pytest would look it up in files three times
     for name in (*(f"_pytest.{name}" for name in _pytest.config.default_plugins), "hmac", "pdb", "readline"):
         importlib.import_module(name)
     # Every run of pytest asks all installed packages for plugins: remember what they say.
@@ -39,6 +41,8 @@ except Exception as error:
     print("not remembered:", error, flush=True)
 """
 """Loads pytest with its plugins, before any code of a task is there."""
+prepared: dict[str, types.ModuleType] = {}
+"""Prelude -> the module in which it has run; the forks of this interpreter inherit it."""
 THREADS = ("OMP", "OPENBLAS", "MKL", "BLIS", "NUMEXPR", "RAYON")
 """Libraries that start a thread for each core of the node, unless a variable of theirs says how many."""
 
@@ -65,14 +69,34 @@ def fork_for(host: int) -> int:
         return -1
 
 
+def prepare(files: list[int]) -> None:
+    """Run the preludes in files, and close these; a prelude that fails does so again in each program."""
+    for file in files:
+        with contextlib.suppress(Exception):
+            text, main = os.pread(file, os.fstat(file).st_size, 0).decode(), types.ModuleType("__main__")
+            exec(compile(text, "<prelude>", "exec"), main.__dict__)
+            prepared[text] = main
+        os.close(file)
+    gc.collect()
+    gc.freeze()
+
+
 def execute(program: str, arguments: list[str], environment: dict[str, str]) -> int:
-    """Run a program as ``python3 -I`` does, and return its exit code."""
+    """Run a program, after its prelude and a NUL if it has one, as ``python3 -I`` does; return its exit code.
+
+    Nothing leads to other preludes from then on, nor to what this one has removed from its names.
+    """
     os.environ.clear()
     os.environ.update(environment)
     sys.argv[:] = ["", *arguments]
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    prelude, _, program = program.rpartition("\0")
+    main, known = types.ModuleType("__main__"), prepared.pop(prelude, None)
+    prepared.clear()
     code: object = None
     try:
+        sys.modules["__main__"] = main = known or main
+        if not known:
+            exec(compile(prelude, "<prelude>", "exec"), main.__dict__)
         exec(compile(program, "<program>", "exec"), main.__dict__)
     except SystemExit as end:
         code = end.code

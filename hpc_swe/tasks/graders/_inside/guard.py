@@ -21,7 +21,7 @@ from operator import is_
 from random import SystemRandom
 from stat import S_ISDIR
 from sys import _getframe
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType
 from typing import Any
 
 from hpc_swe.tasks.graders._inside.held import (
@@ -50,6 +50,7 @@ from hpc_swe.tasks.graders._inside.origins import (
     exact,
     get_mro,
     get_title,
+    identity,
     is_installed,
     knows,
     names_ctypes,
@@ -87,28 +88,28 @@ collects, stop_collecting, go_on_collecting = gc.isenabled, gc.disable, gc.enabl
 OWN = _getframe().f_code  # of all texts of the guard, since they run as one
 
 
-def make_guard(code: Any, path: str, root: str, files: Any) -> Any:
+def make_guard(guard: Any, code: Any, path: str, root: str, files: Any, bound: Any = None) -> Any:
     """Return a callable that takes an action's name and values; FileExistsError: the report exists already.
 
-    `code` is that of the text that may call it, `path` that of the report; `files` are the tests'.
+    `guard` is what `remember` returned, `code` that of the text that may call the callable, and `path` that
+    of the report; `files` are the tests', and `bound` has `bound_names` of some of them.
     """
-    note, began_ns = open_report(path), os.stat(path).st_ctime_ns  # noqa: PTH116
+    guard.note, guard.root, guard.began_ns = open_report(path), root, os.stat(path).st_ctime_ns  # noqa: PTH116
+    guard.found, guard.young, guard.failure = set(), set(), None
     own, callers = nested([OWN]), nested([code])
-    guard = SimpleNamespace(note=note, root=root, began_ns=began_ns, found=set(), young=set(), failure=None)
     paths = {os.path.realpath(one) + "/" for one in sys.path if type(one) is str and one}
     guard.installed = tuple(one for one in paths if not (root + "/").startswith(one))
-    guard.own, guard.callers = {id(one) for one in own}, {id(one) for one in callers}
-    guard.known, guard.has_inner = {id(one): one for one in (*own, *callers)}, False
-    guard.files, guard.looked_at, guard.kinds, guard.modules, guard.tests = {}, {}, {}, {}, {}
-    guard.spaces, guard.functions, guard.codes, guard.bodies = [], [], [], []
-    guard.cells, guard.values, guard.held = [], [], set()
-    guard.must_compare, guard.is_pure, guard.listener = not hasattr(sys, "addaudithook"), True, None
+    guard.own, guard.callers = {identity(one) for one in own}, {identity(one) for one in callers}
+    guard.known.update((identity(one), one) for one in (*own, *callers))
+    guard.files, guard.looked_at, guard.kinds, guard.tests = {}, {}, {}, {}
+    guard.must_compare, guard.is_pure = not hasattr(sys, "addaudithook"), True
     guard.is_watching, guard.bottom, guard.phase, guard.test, guard.hooks = True, None, None, "", None
     guard.judged = frozenset(place(guard, root + "/" + file) for file in files) - {""}
     guard.defined, guard.bound, guard.answers, guard.used = set(), set(), set(), {}
     for file in guard.judged:
         guard.defined.update(name for name, _ in read_codes(guard, file))
-        guard.bound.update(read_names(root + "/" + file))
+        names = bound and bound.get(file)
+        guard.bound.update(read_names(root + "/" + file) if names is None else names)
     actions: Any = {name: partial(action, guard) for name, action in ACTIONS.items()}
     if guard.must_compare:
         return lambda action, *values: actions[action](*values)
@@ -142,7 +143,7 @@ def _make_hook(guard: Any, secret: str, actions: Any) -> Any:
 def _act(guard: Any, actions: Any, action: Any, *values: Any) -> None:
     code = code_below(guard)
     # A function written in C could have the caller call it, but not with an action that this writes down.
-    if id(code) in guard.callers and type(action) is str and action in code.co_consts:
+    if identity(code) in guard.callers and type(action) is str and action in code.co_consts:
         actions[action](*values)
     else:
         odd(guard, "other code than the reporter calls the guard")
@@ -151,7 +152,7 @@ def _act(guard: Any, actions: Any, action: Any, *values: Any) -> None:
 def below(guard: Any) -> Any:
     """Return the innermost frame that is not the guard's; None if a thread has no other."""
     frame: Any = _getframe(1)
-    while frame is not None and id(frame.f_code) in guard.own:
+    while frame is not None and identity(frame.f_code) in guard.own:
         frame = frame.f_back
     return frame
 
@@ -191,7 +192,7 @@ def _user(guard: Any, event: str, *names: str) -> str:
         return ""
     while frame is not None:
         code = frame.f_code
-        if id(code) in guard.callers:  # only pytest and plugins are between here and the runner
+        if identity(code) in guard.callers:  # only pytest and plugins are between here and the runner
             return CTYPES if _has_name(code, names) else ""
         file = origin(guard, code)
         is_frozen = exact(code.co_filename).startswith(FROZEN) and knows(guard, code)

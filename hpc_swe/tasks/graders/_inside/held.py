@@ -5,12 +5,13 @@ calls no `__eq__` and looks up no key, so that neither a value nor a key can tak
 """
 
 import builtins
+import sys
 import unittest
 from itertools import chain
 from operator import attrgetter
 from operator import is_not as differs
 from sys import modules
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 from hpc_swe.tasks.graders._inside.origins import (
@@ -18,8 +19,12 @@ from hpc_swe.tasks.graders._inside.origins import (
     exact,
     files_of,
     get_title,
+    identity,
+    know,
+    knows,
     names_of_class,
     names_of_module,
+    nested,
     place,
     plain_names,
 )
@@ -40,34 +45,82 @@ FREE = frozenset({"open", "input", "print", "exit", "quit", "help", "breakpoint"
 OF_CASE = frozenset(vars(unittest.TestCase))
 HIDING = frozenset(vars(builtins))
 get_module = vars(type)["__module__"].__get__
-get_code, get_cell = attrgetter("__code__"), attrgetter("cell_contents")
+get_cell = attrgetter("cell_contents")
 missing = object()
 
 
+def remember() -> Any:
+    """Return the memory of a guard, with the modules that are loaded now.
+
+    A warm interpreter makes it once for all its forks, since this takes longer than most tests do.
+    """
+    guard = SimpleNamespace(known={}, outer=[], reporter=None, listener=None)
+    _forget(guard)
+    _hold_modules(guard)
+    knows(guard, None)  # which looks for the codes within functions
+    guard.packages = {name: (one, _codes_of(one)) for name, one in list(modules.items()) if _is_package(name)}
+    return guard
+
+
+def _is_package(name: str) -> bool:
+    """Return whether a module may be a plugin's."""
+    return name.partition(".")[0] not in (*JUDGES, "__main__", *getattr(sys, "stdlib_module_names", ()))
+
+
+def _codes_of(module: Any) -> Any:
+    """Return the codes of a module's functions, and those within them, by their identity."""
+    found: Any = []
+    for value in list(names_of_module(module).values()) if issubclass(type(module), ModuleType) else ():
+        for one in list(vars(value).values()) if type(value) is type else (value,):
+            if type(one) is FunctionType:
+                found.append(one.__code__)
+    return {identity(one): one for one in nested(found)}
+
+
+def _forget(guard: Any) -> None:
+    guard.spaces, guard.functions, guard.codes, guard.bodies = [], [], [], []
+    guard.cells, guard.values, guard.held, guard.modules = [], [], set(), {}
+
+
 def learn(guard: Any, reporter: Any, packages: str = "", phase: Any = None) -> None:
-    """Remember what is loaded now.
+    """Accept what is loaded now, and what has changed since `remember`.
 
     `reporter` has the names of the module that reports. `packages` are those of plugins, one a line, of which
     the codes suffice; `phase` is the code by which pytest runs each part of a test.
     """
-    if guard.modules:
+    if guard.reporter is not None:
         odd(guard, "the guard learns twice")
         return
-    guard.phase, guard.has_inner, guard.reporter = phase, False, reporter
+    guard.phase, guard.reporter = phase, reporter
+    if guard.must_compare:  # a function may have changed
+        _forget(guard)
+    for number in _changed(guard):
+        _hold_again(guard, number)
+    guard.values = list(map(get_cell, guard.cells))
+    _hold_modules(guard)
     # No judge prints, asks or opens by these, and tests often replace them.
     hold(guard, "", vars(builtins), lambda key, value: key not in FREE, frozenset())
     _hold_module(guard, "the reporter", reporter)
-    plugins = set(packages.split("\n"))
+    plugins = set(packages.split("\n")).difference(JUDGES)
     for name, module in list(modules.items()):
-        top = name.partition(".")[0]
-        if top in JUDGES or name in LIBRARY or name in LOADERS:
+        if name.partition(".")[0] in plugins:
+            same, codes = guard.packages.get(name, (None, {}))
+            guard.known.update(codes if same is module else _codes_of(module))
+
+
+def _hold_modules(guard: Any) -> None:
+    for name, module in list(modules.items()):
+        is_judge = name.partition(".")[0] in JUDGES or name in LIBRARY or name in LOADERS
+        if is_judge and guard.modules.get(name) is not module:
             guard.modules[name] = module
             _hold_module(guard, name, names_of_module(module))
-        elif top in plugins:
-            for value in list(vars(module).values()):
-                for one in vars(value).values() if type(value) is type else (value,):
-                    if type(one) is FunctionType:
-                        guard.known[id(one.__code__)] = one.__code__
+
+
+def _hold_again(guard: Any, number: int) -> None:
+    prefix, names, _, _, is_held, adds = guard.spaces[number]
+    now = (*names, *names.values())
+    guard.spaces[number] = (prefix, names, now, now, is_held, adds)
+    _hold_parts(guard, prefix, names)
 
 
 def listen(guard: Any, listener: Any) -> None:
@@ -86,18 +139,23 @@ def learn_again(guard: Any) -> None:
     files = [plain_names(names).get("__file__") for names in spaces]
     is_pure, guard.is_pure = guard.is_pure, False
     if is_pure and all(place(guard, file, not guard.must_compare)[:1] == "/" for file in files if file):
-        guard.spaces, guard.functions, guard.codes, guard.bodies = [], [], [], []
-        guard.cells, guard.values, guard.held, guard.modules = [], [], set(), {}
+        _forget(guard)
+        reporter, guard.reporter = guard.reporter, None
         listener, guard.listener = guard.listener, None
-        learn(guard, guard.reporter)
+        learn(guard, reporter)
         listen(guard, listener)
 
 
 def _hold_module(guard: Any, name: str, names: Any) -> None:
     hold(guard, name + ":", names, _is_part, HIDING)
+    _hold_parts(guard, name + ":", names)
+
+
+def _hold_parts(guard: Any, prefix: str, names: Any) -> None:
+    """Remember the functions and the judges' classes that a module or a class names."""
     for key, value in list(names.items()):
-        if type(value) is FunctionType:
-            hold_body(guard, name + ":" + key, value)
+        if type(value) in BODIES:
+            hold_body(guard, prefix + key, value)
         elif issubclass(type(value), type) and exact(get_module(value)).partition(".")[0] in WATCHED:
             hold_class(guard, value)
 
@@ -121,13 +179,11 @@ def hold_values(guard: Any, names: Any) -> None:
 
 def hold_class(guard: Any, kind: Any) -> None:
     """Remember everything that a class defines itself."""
-    if id(kind) not in guard.held:
-        guard.held.add(id(kind))
+    if identity(kind) not in guard.held:
+        guard.held.add(identity(kind))
         prefix, names = exact(get_title(kind)) + ".", names_of_class(kind)
         hold(guard, prefix, names, lambda key, value: key not in GROWS, None)
-        for key, value in names.items():
-            if type(value) in BODIES:
-                hold_body(guard, prefix + key, value)
+        _hold_parts(guard, prefix, names)
 
 
 def hold(guard: Any, prefix: str, names: Any, is_held: Any, adds: Any) -> None:
@@ -148,7 +204,7 @@ def hold_body(guard: Any, label: str, function: Any) -> None:
         elif kind is FunctionType and one not in guard.held:
             guard.held.add(one)
             code, named = one.__code__, one.__kwdefaults__
-            guard.known[id(code)] = code
+            know(guard, code)
             guard.functions.append(one)
             guard.codes.append(code)
             guard.bodies.append((label, one.__defaults__, named))
@@ -166,15 +222,23 @@ def _hold_cell(guard: Any, cell: Any, value: Any) -> None:
 
 
 def check(guard: Any) -> None:
-    """Report what is not as it was."""
-    for number, (_, names, _, seen, _, _) in enumerate(guard.spaces):
-        if 2 * len(names) != len(seen) or any(map(differs, chain(names, names.values()), seen)):
-            _examine(guard, number)
+    """Report what is not as it was; functions are compared if an event told that one changes (`guard`)."""
+    for number in _changed(guard):
+        _examine(guard, number)
     _check_modules(guard)
-    if guard.must_compare or any(map(differs, map(get_code, guard.functions), guard.codes)):
+    if guard.must_compare:
         check_functions(guard)
     if any(map(differs, map(get_cell, guard.cells), guard.values)):
         odd(guard, "rewritten cells")
+
+
+def _changed(guard: Any) -> Any:
+    """Return the numbers of the dictionaries that have changed."""
+    return [
+        number
+        for number, (_, names, _, seen, _, _) in enumerate(guard.spaces)
+        if 2 * len(names) != len(seen) or any(map(differs, chain(names, names.values()), seen))
+    ]
 
 
 def _examine(guard: Any, number: int) -> None:
@@ -213,7 +277,10 @@ def _check_modules(guard: Any) -> None:
 
 
 def check_functions(guard: Any) -> None:
-    """Compare the code and the defaults of all functions; without any event, this is due at the end."""
+    """Compare the code and the defaults of all functions; without any event, this is due at the end.
+
+    Reading them causes events, too, which took longer than all other comparisons when each test ended so.
+    """
     for function, code, (label, defaults, named) in zip(guard.functions, guard.codes, guard.bodies):  # noqa: B905
         is_same = function.__code__ is code and function.__defaults__ is defaults
         if not is_same or function.__kwdefaults__ is not named:

@@ -16,6 +16,7 @@ from hpc_swe.tasks.graders._inside.origins import (
     files_of,
     get_mro,
     get_title,
+    identity,
     is_written,
     knows,
     names_of_class,
@@ -49,7 +50,7 @@ def hold_hooks(guard: Any, hooks: Any) -> None:
         found = reachable(function)
         file = origin(guard, found[0].__code__) if found else ""
         is_ours = type(function) is MethodType and function.__self__ is guard.listener
-        if file[:1] != "/" and not (is_ours and id(found[0].__code__) in guard.callers):
+        if file[:1] != "/" and not (is_ours and identity(found[0].__code__) in guard.callers):
             odd(guard, "a plugin has " + name, file)
 
 
@@ -103,13 +104,13 @@ def look_at_parts(guard: Any, *parts: Any) -> None:
     """Report objects of pytest's in which a name hides a function of their class."""
     for part in parts:
         kind = type(part)
-        if id(kind) not in guard.kinds:
+        if identity(kind) not in guard.kinds:
             items = [item for one in get_mro(kind) for item in plain_names(names_of_class(one)).items()]
             slots = [value for _, value in items if type(value) is GetSetDescriptorType]
             own = [slot for slot in slots if slot.__name__ == "__dict__"]
             functions = {name for name, value in items if type(value) is FunctionType}
-            guard.kinds[id(kind)] = (kind, functions, own[-1].__get__)
-        _, functions, names_of_part = guard.kinds[id(kind)]
+            guard.kinds[identity(kind)] = (kind, functions, own[-1].__get__)
+        _, functions, names_of_part = guard.kinds[identity(kind)]
         for name in functions.intersection(plain_names(names_of_part(part))):
             odd(guard, "a part of pytest hides its " + name)
 
@@ -134,8 +135,8 @@ def look_at_case(guard: Any, test: Any) -> None:
     for kind in get_mro(type(test)):
         if kind is Case:
             return
-        if id(kind) not in guard.looked_at:
-            guard.looked_at[id(kind)] = kind
+        if identity(kind) not in guard.looked_at:
+            guard.looked_at[identity(kind)] = kind
             names = plain_names(names_of_class(kind))
             for name in set(names) & (OF_CASE | ASKED) - TUNES:
                 _overrides(guard, kind, name, names)

@@ -24,6 +24,7 @@ names_of_function = vars(FunctionType)["__dict__"].__get__
 names_of_class, get_title = vars(type)["__dict__"].__get__, vars(type)["__qualname__"].__get__
 names_of_module, get_mro = vars(ModuleType)["__dict__"].__get__, vars(type)["__mro__"].__get__
 compile_text, open_file = builtins.compile, builtins.open
+identity = object.__hash__  # `id` would cause an audit event each time
 
 
 def exact(value: Any) -> str:
@@ -95,10 +96,16 @@ def origin(guard: Any, code: Any) -> str:
 
 def knows(guard: Any, code: Any) -> bool:
     """Return whether a code is ours, or was part of pytest, unittest or a plugin when these were learned."""
-    if id(code) not in guard.known and not guard.has_inner:  # those within functions are seldom asked for
-        guard.has_inner = True
-        guard.known.update((id(one), one) for one in nested(list(guard.known.values())))
-    return id(code) in guard.known
+    if identity(code) not in guard.known and guard.outer:  # those within functions are seldom asked for
+        guard.known.update((identity(one), one) for one in nested(guard.outer))
+        guard.outer = []
+    return identity(code) in guard.known
+
+
+def know(guard: Any, code: Any) -> None:
+    """Take a code, and those within it, as part of a judge or a plugin."""
+    guard.known[identity(code)] = code
+    guard.outer.append(code)
 
 
 def is_written(guard: Any, code: Any) -> bool:
@@ -139,17 +146,18 @@ def read_codes(guard: Any, found: str) -> Any:
 
 
 def read_names(path: str) -> Any:
-    """Return the names that a test's file binds to other values than a judge's module or part of that name.
-
-    No code under test has run yet.
-    """
+    """Return `bound_names` of a test's file; none if it has no syntax. No code under test has run yet."""
     try:
         with open_file(path, "rb") as file:
-            tree: Any = compile_text(file.read(), path, "exec", ast.PyCF_ONLY_AST, True)
+            return bound_names(file.read())
     except (OSError, SyntaxError, ValueError, RecursionError):
         return set()
+
+
+def bound_names(text: Any) -> Any:
+    """Return the names that a text binds to other values than a judge's module or part of that name."""
     found: Any = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(compile_text(text, "<tests>", "exec", ast.PyCF_ONLY_AST, True)):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -165,7 +173,7 @@ def read_names(path: str) -> Any:
 
 def _compiled(guard: Any, text: bytes, path: str) -> Any:
     """Compile a text; once code under test may run, neither its codecs nor its `warnings` take part."""
-    if not guard.modules:
+    if guard.reporter is None:
         return compile_text(text, path, "exec", 0, True)
     names, found = vars(warnings), plain_names(modules)
     is_own = found.get("warnings") is warnings and type(warnings) is ModuleType

@@ -178,12 +178,12 @@ def limit_time(processor_s: int) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (1, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
-def make_recorder(set_up: Any, report: str, files: list[str]) -> Recorder:
+def make_recorder(set_up: Any, report: str, files: list[str], bound: Any) -> Recorder:
     """Set up the guard while no code of the patch is there."""
     import pytest  # noqa: F401
 
     sys.dont_write_bytecode = True
-    return Recorder(set_up(report, os.getcwd(), files), frozenset(files))  # noqa: PTH109
+    return Recorder(set_up(report, os.getcwd(), files, bound), frozenset(files))  # noqa: PTH109
 
 
 def main(arguments: list[str]) -> None:
