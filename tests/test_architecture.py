@@ -62,7 +62,7 @@ BUDGETS = {
     "hpc_swe/roles/reward": 440,
     "hpc_swe/roles/rollout": 1_959,  # four APIs of agent programs
     "hpc_swe/tasks": 2_114,  # reads sets of repositories in their own columns
-    "hpc_swe/tasks/graders": 5_837,  # says whose file does what, of inherited tests, too; learns once
+    "hpc_swe/tasks/graders": 5_841,  # says whose file does what, of inherited tests, too; learns once
     "hpc_swe/tasks/sets": 2_068,  # reads published sets in their columns; refuses what Docker reads otherwise
     "hpc_swe/view": 719,
     "hpc_swe/view/benchmarks": 850,

@@ -247,3 +247,22 @@ def test_who_writes_to_the_memory_of_such_tests_is_not_paid(grade, text):
     score = grade(unsealed(), mod__py=text + WRITES + FALSE)
     assert score.outcome in ("unresolved", "cheated"), score
     assert score.passed == []
+
+
+WHERE_THE_STACK_ENDS = """
+import unittest
+def put(code):
+    try: put(code)
+    except RecursionError: unittest.TestCase.assertEqual.__code__ = code
+was, called = unittest.TestCase.assertEqual.__code__, []
+put((lambda *_: None).__code__)
+def add(a, b):
+    called.append(a)
+    if len(called) == 2: put(was)
+    return 5
+"""
+
+
+def test_code_is_compared_after_a_change_that_the_guard_could_not_see(grade):
+    score = grade(unsealed(), mod__py=WHERE_THE_STACK_ENDS)
+    assert "rewritten TestCase.assertEqual" in score.detail, score

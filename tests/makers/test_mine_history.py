@@ -281,7 +281,5 @@ def test_images_of_tasks_hold_no_later_history_and_what_set_up_made(past, tmp_pa
         assert sandbox.run(
             f"{asked}; cat calc/made.txt; git status --short; git rev-list --all --count", 60
         ).output == ("/usr/local/bin/python3.11\nmade\n?? calc/made.txt\n1\n")
-    assert (
-        Swebench().examine(task, config.taskset.references([task])[task.task_id], sandboxes).outcome
-        == "resolved"
-    )
+    score = Swebench().examine(task, config.taskset.references([task])[task.task_id], sandboxes)
+    assert score.outcome == "resolved"

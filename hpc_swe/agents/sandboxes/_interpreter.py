@@ -99,10 +99,10 @@ def prepare(prelude: str) -> None:
     interpreter = _running()
     with _lock:
         if prelude not in interpreter.prepared:
-            interpreter.prepared.add(prelude)
-            with tempfile.TemporaryFile() as file, suppress(OSError):  # then each program runs it
+            with tempfile.TemporaryFile() as file, suppress(OSError):  # then the program itself runs it
                 os.pwrite(file.fileno(), prelude.encode(), 0)
                 interpreter.send(b"prelude", [file.fileno()])
+                interpreter.prepared.add(prelude)
 
 
 class _Interpreter:

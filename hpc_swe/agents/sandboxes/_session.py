@@ -164,9 +164,9 @@ class Container:
         """Have the container run a prelude, once; sandboxes that are opened from now on begin with that."""
         with self._sending:
             if prelude not in self._prepared:
-                self._prepared.add(prelude)
-                with _memory(prelude.encode()) as text, suppress(OSError):  # then each program runs it
+                with _memory(prelude.encode()) as text, suppress(OSError):  # then the program itself runs it
                     send_files(self._channel, b"prelude", [text])
+                    self._prepared.add(prelude)
 
     def close(self, grace_s: float = GRACE_S) -> None:
         """End the container and wait for it. Its sandboxes end too, and find out by `require_alive`."""

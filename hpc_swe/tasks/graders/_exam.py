@@ -12,6 +12,7 @@ import msgspec
 from hpc_swe.agents import pytest_command
 from hpc_swe.agents.sandboxes.base import CommandResult, Sandboxes, add_files
 from hpc_swe.base.records import Task
+from hpc_swe.base.syntax import parse
 from hpc_swe.tasks.graders._images import file_time_ns, require_unchanged
 from hpc_swe.tasks.graders._inside.origins import bound_names
 from hpc_swe.tasks.graders._inside.report import KEY, verified_lines
@@ -109,12 +110,12 @@ def _joined(modules: Mapping[str, Sealed]) -> _Answers:
     )
 
 
-@lru_cache(maxsize=1 << 12)
+@lru_cache(maxsize=512)
 def _bound_names(text: str) -> list[str] | None:
-    """Return `bound_names` as a list; None if only the sandbox's interpreter may know its syntax."""
+    """Return `bound_names` of a text, sorted; None if only the sandbox's interpreter may know its syntax."""
     try:
-        return sorted(bound_names(text))
-    except (SyntaxError, ValueError, RecursionError):
+        return sorted(bound_names(parse(text)))
+    except (SyntaxError, ValueError):
         return None
 
 
@@ -178,7 +179,7 @@ class Exam:
         report_path, key = f".{secrets.token_hex(16)}", secrets.token_hex(16)
         files = [*self.task.tests.files, self.canaries]
         texts = self._task_in_sandbox.files
-        bound = {path: _bound_names(texts[path]) for path in self.task.tests.files}
+        bound = {path: _bound_names(texts[path]) for path in self.task.tests.files if path.endswith(".py")}
         recorder = f"make_recorder(globals().pop('GUARD'), {report_path!r}, {files!r}, {bound!r})"
         program = f"limit_time({processor_s(self.task)})\nRECORDER = {recorder}\n"
         program += f"main({[*options, *self._arguments]!r})\n"

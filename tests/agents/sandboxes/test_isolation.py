@@ -102,10 +102,8 @@ def test_no_host_file_or_variable_is_visible(apptainer, task, tmp_path, monkeypa
 
 def test_siblings_share_no_file_memory_or_process(sandbox, sibling):
     places = "/tmp/x /dev/shm/x /var/tmp/x /testbed/here/x /etc/x /opt/x /srv/x"
-    assert (
-        sandbox.run(f"for p in {places}; do echo mine > $p || exit 1; done; rm -r /usr/share", 20).exit_code
-        == 0
-    )
+    made = sandbox.run(f"for p in {places}; do echo mine > $p || exit 1; done; rm -r /usr/share", 20)
+    assert made.exit_code == 0
     assert out(sibling, f"ls {places} 2>/dev/null") == ""
     assert sibling.run("ls /usr/share", 20).exit_code == 0
     busy = threading.Thread(target=sandbox.run, args=("exec -a finger sleep 2", 20))

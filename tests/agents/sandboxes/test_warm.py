@@ -61,9 +61,8 @@ def test_twelve_images_in_four_threads_all_answer_and_few_containers_idle(many, 
     def play(number: int) -> None:
         mine = msgspec.structs.replace(task, image=image(many, number % 12))
         with sandboxes.open(mine) as sandbox:
-            assert (
-                sandbox.run(f"cat mod.py; echo {number} > mine; cat mine", 30).output == f"x = 1\n{number}\n"
-            )
+            shown = sandbox.run(f"cat mod.py; echo {number} > mine; cat mine", 30).output
+            assert shown == f"x = 1\n{number}\n"
             most.append(len(containers(many)))
 
     numbers = list(range(36))

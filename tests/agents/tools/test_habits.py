@@ -89,9 +89,8 @@ def test_policies_write_null_for_what_they_leave_out():
     assert use("grep", pattern="x = 1", path=None, max_results=1).startswith("mod.py\n1:x = 1")
     assert use("rewrite", path="mod.py", start=None, end=None, new_code="y = 2") == "ok"
     assert use("rewrite", path="mod.py", start=1, end=None, new_code="y = 2") == "ok"
-    assert (
-        use("grep", pattern="x = ", path="*mod.py", max_results=5) == "mod.py\n1:x = 1\ntest_mod.py\n1:x = 6"
-    )
+    found = use("grep", pattern="x = ", path="*mod.py", max_results=5)
+    assert found == "mod.py\n1:x = 1\ntest_mod.py\n1:x = 6"
     assert use("view", path="mod.py", include_line_numbers_and_breakpoints=False) == "x = 1"
 
 

@@ -123,10 +123,8 @@ def test_a_solution_is_paid_whatever_else_lies_about(grade):
     rest = new("conftest.py", "raise SystemExit(1)\n") + new("tests/test_mine.py", "assert False\n")
     for folder in ("evil-1.dist-info", "odd-1.Dist-Info", "EVIL.EGG-INFO"):  # pytest would load its plugin
         rest += new(f"{folder}/entry_points.txt", "[pytest11]\nevil = not_there\n")
-    assert (
-        grade(gold() + rest + new("setup.cfg", "[tool:pytest]\naddopts = --nothing-like-this\n")).outcome
-        == "resolved"
-    )
+    score = grade(gold() + rest + new("setup.cfg", "[tool:pytest]\naddopts = --nothing-like-this\n"))
+    assert score.outcome == "resolved"
 
 
 def test_what_an_agent_renames_stays_where_it_was(tmp_path):
@@ -146,10 +144,8 @@ def test_what_the_reference_changes_may_be_changed(repository, sandboxes, tmp_pa
     change = {"patch": gold() + new("conftest.py", "\n")}
     rows = write_rows(tmp_path / "rows.jsonl", row("pytest", repository[1], **change))
     (one,) = taskset(rows).load("train")
-    assert (
-        GRADER.grade(one, gold() + new("conftest.py", "raise SystemExit(1)\n"), sandboxes).outcome
-        == "unresolved"
-    )
+    score = GRADER.grade(one, gold() + new("conftest.py", "raise SystemExit(1)\n"), sandboxes)
+    assert score.outcome == "unresolved"
 
 
 def test_a_file_in_the_place_of_a_new_test_file_is_not_laid(repository, sandboxes, tmp_path):

@@ -167,9 +167,8 @@ def test_options_are_short_words_for_keys(begun):
 def test_other_words_for_the_same_folder_are_refused_naming_the_keys(begun):
     done = begun.evaluate(*NOBODY, "--detach", "--samples", 2, "--history", "keep")
     assert done.returncode == 2
-    assert (
-        "is another evaluation: eval.samples: 3 -> 2; rollout.history: 'template' -> 'keep'." in done.stderr
-    )
+    changed = "eval.samples: 3 -> 2; rollout.history: 'template' -> 'keep'."
+    assert f"is another evaluation: {changed}" in done.stderr
     assert "Name another folder with --out" in done.stderr
 
 
@@ -224,10 +223,8 @@ def test_a_dry_run_ends_with_all_that_an_evaluation_would_be_refused_for(small):
 def test_a_comparison_with_what_has_not_finished_is_refused_at_once(begun, tmp_path):
     done = begun.evaluate("--compare", begun.out.root, out=tmp_path / "new")
     assert done.returncode == 3
-    assert (
-        f"{begun.out.eval_table('eval')}: no such table; an evaluation writes it when it has finished"
-        in done.stderr
-    )
+    missing = f"{begun.out.eval_table('eval')}: no such table"
+    assert f"{missing}; an evaluation writes it when it has finished" in done.stderr
     assert not (tmp_path / "new").exists()
 
 

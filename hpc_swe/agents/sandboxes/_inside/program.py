@@ -72,7 +72,7 @@ def fork_for(host: int) -> int:
 def prepare(files: list[int]) -> None:
     """Run the preludes in files, and close these; a prelude that fails does so again in each program."""
     for file in files:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(BaseException):
             text, main = os.pread(file, os.fstat(file).st_size, 0).decode(), types.ModuleType("__main__")
             exec(compile(text, "<prelude>", "exec"), main.__dict__)
             prepared[text] = main
@@ -82,9 +82,9 @@ def prepare(files: list[int]) -> None:
 
 
 def execute(program: str, arguments: list[str], environment: dict[str, str]) -> int:
-    """Run a program, after its prelude and a NUL if it has one, as ``python3 -I`` does; return its exit code.
+    """Run a program as ``python3 -I`` does, and return its exit code.
 
-    Nothing leads to other preludes from then on, nor to what this one has removed from its names.
+    The text may begin with a prelude and a NUL. Other preludes are forgotten.
     """
     os.environ.clear()
     os.environ.update(environment)

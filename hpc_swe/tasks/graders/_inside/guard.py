@@ -108,7 +108,7 @@ def make_guard(guard: Any, code: Any, path: str, root: str, files: Any, bound: A
     guard.defined, guard.bound, guard.answers, guard.used = set(), set(), set(), {}
     for file in guard.judged:
         guard.defined.update(name for name, _ in read_codes(guard, file))
-        names = bound and bound.get(file)
+        names = bound.get(file) if bound else None
         guard.bound.update(read_names(root + "/" + file) if names is None else names)
     actions: Any = {name: partial(action, guard) for name, action in ACTIONS.items()}
     if guard.must_compare:
@@ -209,7 +209,8 @@ def _has_name(code: Any, names: Any) -> bool:
 
 def _sets(guard: Any, owner: Any, name: str) -> None:
     guard.must_compare = guard.must_compare or name in SETS_OF_FUNCTIONS
-    if name in SETS_OF_FUNCTIONS and any(map(is_, guard.functions, repeat(owner))):
+    is_learned = guard.reporter is not None  # before, a plugin or a `conftest.py` may do so
+    if name in SETS_OF_FUNCTIONS and is_learned and any(map(is_, guard.functions, repeat(owner))):
         odd(guard, "sets " + name)
     elif name in ("__code__", "__class__", "__bases__") and _is_judged(guard, owner):
         odd(guard, "sets " + name, _user(guard, "", name, "setattr", "delattr"))

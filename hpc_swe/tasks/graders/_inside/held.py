@@ -97,6 +97,7 @@ def learn(guard: Any, reporter: Any, packages: str = "", phase: Any = None) -> N
     for number in _changed(guard):
         _hold_again(guard, number)
     guard.values = list(map(get_cell, guard.cells))
+    guard.modules = {name: one for name, one in guard.modules.items() if modules.get(name) is one}
     _hold_modules(guard)
     # No judge prints, asks or opens by these, and tests often replace them.
     hold(guard, "", vars(builtins), lambda key, value: key not in FREE, frozenset())
@@ -222,11 +223,11 @@ def _hold_cell(guard: Any, cell: Any, value: Any) -> None:
 
 
 def check(guard: Any) -> None:
-    """Report what is not as it was; functions are compared if an event told that one changes (`guard`)."""
+    """Report what is not as it was; functions are compared if an event told of a change, or was missed."""
     for number in _changed(guard):
         _examine(guard, number)
     _check_modules(guard)
-    if guard.must_compare:
+    if guard.must_compare or guard.failure is not None:
         check_functions(guard)
     if any(map(differs, map(get_cell, guard.cells), guard.values)):
         odd(guard, "rewritten cells")
@@ -277,9 +278,10 @@ def _check_modules(guard: Any) -> None:
 
 
 def check_functions(guard: Any) -> None:
-    """Compare the code and the defaults of all functions; without any event, this is due at the end.
+    """Compare the code and the defaults of all functions.
 
-    Reading them causes events, too, which took longer than all other comparisons when each test ended so.
+    Reading them causes an event each, which takes longer than all else that is compared when a test ends. So
+    without an event of a change it is done once, at the end.
     """
     for function, code, (label, defaults, named) in zip(guard.functions, guard.codes, guard.bodies):  # noqa: B905
         is_same = function.__code__ is code and function.__defaults__ is defaults

@@ -149,15 +149,15 @@ def read_names(path: str) -> Any:
     """Return `bound_names` of a test's file; none if it has no syntax. No code under test has run yet."""
     try:
         with open_file(path, "rb") as file:
-            return bound_names(file.read())
+            return bound_names(compile_text(file.read(), path, "exec", ast.PyCF_ONLY_AST, True))
     except (OSError, SyntaxError, ValueError, RecursionError):
         return set()
 
 
-def bound_names(text: Any) -> Any:
-    """Return the names that a text binds to other values than a judge's module or part of that name."""
+def bound_names(tree: Any) -> Any:
+    """Return the names that a module binds to other values than a judge's module or part of that name."""
     found: Any = set()
-    for node in ast.walk(compile_text(text, "<tests>", "exec", ast.PyCF_ONLY_AST, True)):
+    for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

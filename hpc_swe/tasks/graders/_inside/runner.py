@@ -1,7 +1,7 @@
 """Run tests in a sandbox and record how they ended and what they computed.
 
-The program is sent to the sandbox as text, after those of `apart`, `always_equal` and `hooks`, with calls
-of `make_recorder` and `main` at its end. It shares a process with untrusted code, so its report alone proves
+The text is a part of the prelude of a program, after those of `apart`, `always_equal` and `hooks`; the
+program calls `make_recorder` and `main`. It shares a process with untrusted code, so its report alone proves
 little; see `sealed`.
 """
 
