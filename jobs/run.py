@@ -168,7 +168,7 @@ class ProcessGroup:
         return 0
 
     def forward(self, number: int, _: FrameType | None) -> None:
-        """Have `wait` forward it, also to a child that just starts: SIGUSR2 makes them drain, others end."""
+        """Have `wait` forward a signal, also to a child that is starting; SIGUSR2 makes them drain."""
         self.stopping.set()
         if number == signal.SIGUSR2:
             self.is_warned = True

@@ -103,8 +103,8 @@ class Sandbox(Protocol):
     ) -> CommandResult:
         """Run a Python program in the work directory, isolated as by ``python3 -I``.
 
-        `prelude` runs before it under the same names. A warm interpreter may run it once for all programs and
-        sandboxes, outside of these, so no part of it is a task's or a policy's.
+        `prelude` runs before it, and the program has its names. A warm interpreter may run it once for all
+        programs and sandboxes, outside of these, so no part of it may be a task's or a policy's.
 
         The time-out is wall time. If `longest_s` is more, the time in which a thread was ready to run and had
         no processor does not count, that of the thread that waited most; after `longest_s` it ends anyway.
